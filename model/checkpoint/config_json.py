@@ -88,9 +88,7 @@ def fields(obj: Json) -> dict[str, Any]:
     in_dialect, layout = (_deepseek, DEEPSEEK) if _is_deepseek(obj) else (_transformers, TRANSFORMERS)
     fixed = {*FIXED, *FIXED_DEEPSEEK, *(FIXED_TRANSFORMERS if layout is TRANSFORMERS else ())}
     check_known(obj, {"model_type", *INTEGERS, *NUMBERS, *TOKENS, *fixed, *layout, *DSPARK, *IGNORABLE})
-    common: dict[str, Any] = {name: integer(obj, name) for name in INTEGERS}
-    common |= {name: number(obj, name) for name in NUMBERS}
-    common |= {name: integer(obj, name, least=0) for name in TOKENS}
+    common = _common(obj, obj)
     check_fixed(obj, FIXED)
     if obj.get("quantization_config") is not None:
         _check_quantization(obj["quantization_config"], QUANTIZATION_FIXED)
@@ -105,6 +103,15 @@ def _model_type(obj: Json) -> str:
     return str(model_type)
 
 
+def _common(text: Json, top: Json, prefix: str = "") -> dict[str, Any]:
+    """The numbers that all files have, those of tokens at the top."""
+    return (
+        {name: integer(text, name, prefix) for name in INTEGERS}
+        | {name: number(text, name, prefix) for name in NUMBERS}
+        | {name: integer(top, name, least=0) for name in TOKENS}
+    )
+
+
 def _v41(obj: Json) -> dict[str, Any]:
     """The fields of a V4.1 file: what is of the text model stands in an object of its own, under V4's names."""
     check_known(obj, {*V41_TOP, *IGNORABLE})
@@ -114,9 +121,7 @@ def _v41(obj: Json) -> dict[str, Any]:
     layers_are = ("compress_ratios", "rope_scaling")
     check_known(text, {"model_type", *INTEGERS, *NUMBERS, *fixed, *DSPARK, *own, *layers_are, *IGNORABLE}, prefix)
     check_fixed(text, {"model_type": f"{MODEL_TYPE_V41}_text"} | fixed, prefix)
-    common: dict[str, Any] = {name: integer(text, name, prefix) for name in INTEGERS}
-    common |= {name: number(text, name, prefix) for name in NUMBERS}
-    common |= {name: integer(obj, name, least=0) for name in TOKENS}
+    common = _common(text, obj, prefix)
     _check_quantization(required(obj, "quantization_config"), QUANTIZATION_FIXED | {"weight_block_size": [32, 32]})
     ratios, stages = _integers(text, "compress_ratios", prefix), _mtp_layers(text)
     layers = common["num_hidden_layers"]

@@ -6,6 +6,7 @@ mixed by xor; the remainder by a prime, of each order and head another, is a row
 Source: DeepSeek's inference code for V4.1-Flash, engram.py at dba1be0a.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SEED = 10007  # times the layer
 
 
+@cache
 def primes(config: "ModelConfig") -> list[list[int]]:
     """Of each layer with tables, a prime for each order and head, [layers][columns]; ConfigError for other tables."""
     assert config.v41 is not None, "of its config"

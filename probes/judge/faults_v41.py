@@ -94,14 +94,8 @@ def _index_key_slot(calls: Sequence[int]) -> type[Layer41]:
             stale = alone[at] & ((at + 1) % self.ratio != 0)
             if self.ratio == 1 or self.config.entry_source(self.layer) != self.layer or not bool(stale.any()):
                 return right
-            last = self.others.setdefault(
-                self.own.kv_sources[-1], type(self)(self.setting, self.own.kv_sources[-1], self.at)
-            )
-            q, weights = self.value("indexer.query_used", at), self.value("indexer.weights", at)
-            keys = last.value("indexer.key_used", last.entries)[:, : len(self.entries)]
-            each = torch.einsum("rnhd,red->rnhe", *self._alike(q, keys)).relu()
-            each, weights = self._alike(each, weights)
-            scores = (each * weights[..., None]).sum(2).masked_fill(right.isneginf(), -torch.inf)
+            keys = self.of_layer(self.own.kv_sources[-1], "indexer.key_used", self.entries)
+            scores = self.scored(at, keys[:, : len(self.entries)])
             return torch.where(stale[:, None], scores, right)
 
     return Wrong
@@ -116,9 +110,8 @@ def _index_key_slot(calls: Sequence[int]) -> type[Layer41]:
     "expected of a port of V4's block",
 )
 class _MhcPreRecomputed(Layer41):
-    def _experts_input(self, at: Tensor) -> Tensor:
-        streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
-        return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
+    def read_by(self, part: str, at: Tensor) -> Tensor:
+        return super().read_by(part, at) if part == "attention" else self.value("experts.pre", at)
 
 
 @fault(
@@ -127,13 +120,8 @@ class _MhcPreRecomputed(Layer41):
     "ports of V4's block; every set of notes warns of it",
 )
 class _MhcUndelayed(Layer41):
-    def _attention_input(self, at: Tensor) -> Tensor:
-        x = self.collapsed(self.before(at), self.value("attention.pre", at))
-        return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
-
-    def _experts_input(self, at: Tensor) -> Tensor:
-        streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
-        return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
+    def read_by(self, part: str, at: Tensor) -> Tensor:
+        return self.value(f"{part}.pre", at)
 
 
 @fault("mhc-last-mean", "The streams behind the last layer are averaged.", "expected of a port that lacks hc_head")
@@ -174,9 +162,12 @@ class _QueryHeadNormed(Layer41):
         return self.rms_norm(self.passed("attention.query_unnormed", at))
 
 
-class _PlainBase(Layer41):
-    """One in which some rotations have the base of layers without a ratio."""
-
+@fault(
+    "base-theta",
+    "Queries and window KV of layers with a ratio are rotated by the base of those without.",
+    "V4 runtimes",
+)
+class _BaseTheta(Layer41):
     def with_plain_base(self, x: Tensor, at: Tensor, *, back: bool = False) -> Tensor:
         theta, yarn = self.rope_theta, self.yarn
         self.rope_theta, self.yarn = self.config.rope_theta, None
@@ -184,13 +175,6 @@ class _PlainBase(Layer41):
         self.rope_theta, self.yarn = theta, yarn
         return out
 
-
-@fault(
-    "base-theta",
-    "Queries and window KV of layers with a ratio are rotated by the base of those without.",
-    "V4 runtimes",
-)
-class _BaseTheta(_PlainBase):
     def _query(self, at: Tensor) -> Tensor:
         return self.with_plain_base(self.passed("attention.query_unrotated", at), at)
 
@@ -242,9 +226,10 @@ class _Kept(Layer41):
             raise Unknown(str(error)) from None
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
-        if site in self.forms:
-            self.check(site)
-        return held_form(self.config, self.forms[site], site, rows) if site in self.forms else None
+        if site not in self.forms:
+            return None
+        self.check(site)
+        return held_form(self.config, self.forms[site], site, rows)
 
 
 @fault(
@@ -273,16 +258,14 @@ class _EntryV4Record(_Kept):
 
 @fault("entry-at-end", "Entries are rotated by the position of their last token.", "V4 runtimes")
 class _EntryAtEnd(Layer41):
-    def _entry(self, at: Tensor) -> Tensor:
-        entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio + self.ratio - 1)
-        return self.in_form(entry, sites.ENTRY.name)
+    def entry_positions(self, at: Tensor) -> Tensor:
+        return at * self.ratio + self.ratio - 1
 
 
 @fault("entry-by-number", "Entries are rotated by their number, not by a position.", "V4 runtimes")
 class _EntryByNumber(Layer41):
-    def _entry(self, at: Tensor) -> Tensor:
-        entry = self.rotated(self.passed("attention.entry_unrotated", at), at)
-        return self.in_form(entry, sites.ENTRY.name)
+    def entry_positions(self, at: Tensor) -> Tensor:
+        return at
 
 
 @fault(

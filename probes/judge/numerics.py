@@ -294,23 +294,14 @@ def _on_grid(
         rows = recording.known(name, recording.at(name)[:ROWS])
         rows = rows.flatten(0, -2)[..., : grid.columns]
         rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
+        if not len(rows):
+            continue
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
-        if len(rows) and on >= ON_GRID * len(rows):
-            return Say(
-                name,
-                site,
-                tuple(form for form in grid.forms if form in possible),
-                f"{on} of {len(rows)} rows are numbers of {grid.told}",
-                narrow=True,
-            )
-        if len(rows) and grid.narrow is not HALF and _of_another_scale(rows, grid.narrow):
-            return Say(
-                name,
-                site,
-                tuple(form for form in grid.forms if form in possible),
-                f"{len(rows)} rows are numbers of {grid.told}, under wrong scales",
-                narrow=True,
-            )
+        forms, told = tuple(form for form in grid.forms if form in possible), f"rows are numbers of {grid.told}"
+        if on >= ON_GRID * len(rows):
+            return Say(name, site, forms, f"{on} of {len(rows)} {told}", narrow=True)
+        if grid.narrow is not HALF and _of_another_scale(rows, grid.narrow):
+            return Say(name, site, forms, f"{len(rows)} {told}, under wrong scales", narrow=True)
     return None
 
 

@@ -782,6 +782,10 @@ class Layer(Part):
         out: Tensor = getattr(self, EQUATIONS[site])(at)
         return out
 
+    def read_by(self, part: str, at: Tensor) -> Tensor:
+        """The weights [r, n, s] that "attention" or "experts" read the streams by."""
+        return self.value(f"{part}.pre", at)
+
     def before(self, at: Tensor) -> Tensor:
         """The residual streams before the layer, [r, n, s, hidden]."""
         if self.layer:
@@ -1007,7 +1011,7 @@ class Layer(Part):
 
     @site("attention.input")
     def _attention_input(self, at: Tensor) -> Tensor:
-        x = self.collapsed(self.before(at), self.value("attention.pre", at))
+        x = self.collapsed(self.before(at), self.read_by("attention", at))
         return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
 
     @site("attention.latent_unnormed")
@@ -1100,19 +1104,25 @@ class Layer(Part):
         return self.noise.moved(weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5))
 
     def index_scores(self, at: Tensor) -> Tensor:
-        """``sum_h w_h relu(q_h . k)`` [r, n, entries], -inf for entries that are not finished."""
+        """What entries are selected by [r, n, entries], -inf for those that are not finished."""
+        return self.scored(at, self.value("indexer.key_used", self.entries))
+
+    def scored(self, at: Tensor, keys: Tensor) -> Tensor:
+        """``sum_h w_h relu(q_h . k)`` [r, n, entries] of keys [r, entries, d], -inf for entries not finished."""
         q, weights = self.value("indexer.query_used", at), self.value("indexer.weights", at)
-        keys = self.value("indexer.key_used", self.entries)
         most = max(part.shape[0] for part in (q, weights, keys))
         step = max(1, NUMBERS // max(1, most * q.shape[2] * keys.shape[1]))
         found = []
         with self.noise.of(self.prefix, "index scores", rows=at):
             for part in self.noise.parts(at, step):
                 each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, part], keys)))
-                scores = torch.einsum("rnhe,rnh->rne", *self._alike(each.relu(), weights[:, part]))
-                found.append(self.noise.moved(scores))
+                found.append(self.noise.moved(self.of_heads(each.relu(), weights[:, part])))
         unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
         return torch.cat(found, 1).masked_fill(unfinished, -math.inf)
+
+    def of_heads(self, each: Tensor, weights: Tensor) -> Tensor:
+        """Scores of heads [r, n, heads, entries] by their weights [r, n, heads], added up."""
+        return torch.einsum("rnhe,rnh->rne", *self._alike(each, weights))
 
     @site("indexer.candidates")
     def _candidates(self, at: Tensor) -> Tensor:
@@ -1287,7 +1297,7 @@ class Layer(Part):
 
     @site("experts.input")
     def _experts_input(self, at: Tensor) -> Tensor:
-        streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
+        streams, pre = self.value("attention.streams", at), self.read_by("experts", at)
         return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
 
     @site("experts.logits")

@@ -25,7 +25,6 @@ from fathom.probes.judge.oracle import (
     F32,
     F64,
     FREELY,
-    NUMBERS,
     SELECTED,
     TOKENS,
     Layer,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 ENTRY_BLOCK: Final = 16  # columns of an entry that share a scale
 PINNED: Final = 1e30  # the score of a block that is always open
 KV, ENTRY = "attention.kv", "attention.entry"
+OF_ENTRIES: Final = (ENTRY, "indexer.key_used")  # that layers read of the one which makes them
 CODES: Final = E2M1[:8]
 SCALES: Final = E4M3[(E4M3 > 0) & E4M3.isfinite()].sort().values
 
@@ -123,13 +123,14 @@ class Layer41(Layer):
     def value(self, site: str, at: Tensor) -> Tensor:
         """What the layer goes on with at a site, its own or that of the layer which has it."""
         source = self.config.selection_source(self.layer) if site == SELECTED else self.layer
-        if site in ("attention.entry", "indexer.key_used"):
+        if site in OF_ENTRIES:
             source = self.config.entry_source(self.layer)
         return super().value(site, at) if source == self.layer else self.of_layer(source, site, at)
 
     def of_layer(self, source: int, site: str, at: Tensor) -> Tensor:
         """A site of another layer."""
-        if self.layer and self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", self.at) is None:
+        theirs = self.setting.theirs
+        if source < self.layer and theirs.rows(f"layers.{self.layer - 1}.streams", self.at) is None:
             return self.of_run(source, site, at)
         other = self.others.setdefault(source, type(self)(self.setting, source, self.at))
         at = other.entries if at is self.entries else other.at if at is self.at else at
@@ -143,11 +144,10 @@ class Layer41(Layer):
         other: Layer = self
         while other.layer != source:
             other = other.run_before()
-        every = other.entries if at is self.entries else other.at
         self.rests.add(FREELY)
-        if at is self.entries or site in ("attention.entry", "indexer.key_used"):
-            return other.value(site, other.entries if at is self.entries else at)
-        return other.value(site, every)[:, at]
+        if at is self.entries:
+            return other.value(site, other.entries)
+        return other.value(site, at) if site in OF_ENTRIES else other.value(site, other.at)[:, at]
 
     # --- Engram, and the streams that enter
 
@@ -164,18 +164,19 @@ class Layer41(Layer):
         """The streams that the layer before left, [r, n, s, hidden]."""
         return super().before(at)
 
-    def before_pre(self, at: Tensor) -> Tensor:
-        """The weights [r, n, s] that the attention reads the streams by: of the experts before, or the first alone."""
-        if self.layer:
-            theirs = self.setting.theirs
-            names = [f"layers.{self.layer - 1}.{site}" for site in ("streams", "experts.pre", "attention.streams")]
-            streams, *sources = (theirs.rows(name, at) for name in names)
-            if streams is not None and all(source is None for source in sources):
-                raise Unknown(f"{names[1]} are not recorded, by which the streams are read")
-            return self.of_layer(self.layer - 1, "experts.pre", at)
-        first = torch.zeros(self.config.hc_mult, dtype=F64)
-        first[0] = 1
-        return first.expand(1, len(at), -1)
+    def read_by(self, part: str, at: Tensor) -> Tensor:
+        """The weights [r, n, s] that a sublayer reads the streams by: of the one before; at first one stream alone."""
+        if part == "experts":
+            return self.value("attention.pre", at)
+        if not self.layer:
+            first = torch.zeros(self.config.hc_mult, dtype=F64)
+            first[0] = 1
+            return first.expand(1, len(at), -1)
+        names = [f"layers.{self.layer - 1}.{site}" for site in ("streams", "experts.pre", "attention.streams")]
+        streams, *sources = (self.setting.theirs.rows(name, at) for name in names)
+        if streams is not None and all(source is None for source in sources):
+            raise Unknown(f"{names[1]} are not recorded, by which the streams are read")
+        return self.of_layer(self.layer - 1, "experts.pre", at)
 
     def _engram_rows(self, at: Tensor) -> Tensor:
         """Rows of the tables side by side, [1, n, columns * width]."""
@@ -222,16 +223,6 @@ class Layer41(Layer):
         streams, gate, value = self._alike(streams, gate, value)
         return self.noise.moved(streams + gate[..., None] * value[:, :, None])
 
-    # --- mHC, one sublayer late
-
-    def _attention_input(self, at: Tensor) -> Tensor:
-        x = self.collapsed(self.before(at), self.before_pre(at))
-        return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
-
-    def _experts_input(self, at: Tensor) -> Tensor:
-        streams, pre = self.value("attention.streams", at), self.value("attention.pre", at)
-        return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
-
     # --- attention
 
     def _query_unrotated(self, at: Tensor) -> Tensor:
@@ -274,8 +265,12 @@ class Layer41(Layer):
         return torch.cat(found, 1)
 
     def _entry(self, at: Tensor) -> Tensor:
-        entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
+        entry = self.rotated(self.passed("attention.entry_unrotated", at), self.entry_positions(at))
         return self.in_form(entry, ENTRY)
+
+    def entry_positions(self, at: Tensor) -> Tensor:
+        """Where entries [n] stand: at their first token."""
+        return at * self.ratio
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
         """Rows [n, d] in the format that a site is kept in, of a run that keeps it in another; None of this one."""
@@ -298,18 +293,13 @@ class Layer41(Layer):
         return self.narrow(x, forms[self.rounding.index]) if self.rounding.index in forms else x
 
     def finished_scores(self, at: Tensor) -> Tensor:
-        """``sum_h w_h relu(q_h . k)`` [r, n, entries] of the keys that the layer reads, -inf where unfinished."""
-        q, weights = self.value("indexer.query_used", at), self.value("indexer.weights", at)
-        keys = self.value("indexer.key_used", self.entries)
-        most = max(part.shape[0] for part in (q, weights, keys))
-        found = []
-        with self.noise.of(self.prefix, "index scores", rows=at):
-            for part in self.noise.parts(at, max(1, NUMBERS // max(1, most * q.shape[2] * keys.shape[1]))):
-                each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, part], keys)))
-                each, some = self._alike(each.relu(), weights[:, part])
-                found.append(self.noise.moved(self.noise.moved(each * some[..., None]).sum(2)))
-        unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
-        return torch.cat(found, 1).masked_fill(unfinished, -math.inf)
+        """Scores [r, n, entries] by the keys that the layer reads, of candidates and others, -inf where unfinished."""
+        return self.scored(at, self.value("indexer.key_used", self.entries))
+
+    def of_heads(self, each: Tensor, weights: Tensor) -> Tensor:
+        """Each head's scores are weighted in a step of their own."""
+        each, weights = self._alike(each, weights)
+        return self.noise.moved(each * weights[..., None]).sum(2)
 
     def index_scores(self, at: Tensor) -> Tensor:
         """Scores of the entries that may be selected: behind the candidates' layer, those of open blocks alone."""

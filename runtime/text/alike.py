@@ -1,6 +1,7 @@
 """Ids that spell alike: to V4.1's n-gram tables `Cat`, ` cat` and `cat` are one token.
 
 Source: DeepSeek's inference code for V4.1-Flash, engram.py, which does it with the normalizers of `tokenizers`.
+Their tables of Unicode are older than Python's: of a character newer than theirs they know no accent and no case.
 """
 
 import re
