@@ -32,7 +32,9 @@ HEAD = """\
 Nothing of V4.1's published weights was run, here or anywhere by this project. The oracle was written from DeepSeek's
 inference code and is compared here with tensors of that code itself, on nine layers of every role: each site is
 computed in float64 from the recorded ones before it. Their float64 is stored in float32, which is 3e-8 of a number; the
-angles of a rotation are numbers of fp32 in both."""
+angles of a rotation are numbers of fp32 in both. The folder with these tensors is not in this repository: DeepSeek's
+code has to be run for it, on a small checkpoint. The table of faults needs none of it, and tests run it
+(`tests/probes/test_v41_faults.py`)."""
 OF_FAULTS = """\
 A run is the oracle's equations one after the other, each result rounded to bf16; a faulty one has one equation
 exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
