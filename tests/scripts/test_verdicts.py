@@ -15,7 +15,7 @@ from fathom.model.errors import ConfigError
 from fathom.model.rounding import ROUNDINGS
 from fathom.probes.identify import Identifier, _Case
 from fathom.probes.judge import checks, exercised, oracle
-from fathom.probes.judge.oracle import F64, Layer, Noise, Setting
+from fathom.probes.judge.oracle import F64, Layer, Noise, Parameters, Setting
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.subject import Subject
 from fathom.probes.verdict import explain, judge_layers, opened, weights_of
@@ -353,7 +353,8 @@ def test_entries_rotated_by_their_number_have_a_name_of_their_own(tmp_path, reco
     tensors, config = load_file(recording), ModelConfig.from_file(DEMO / "config.json")
     entries, rope = tensors["layers.1.attention.entry"].double(), config.qk_rope_head_dim
     number, ratio = torch.arange(len(entries)), config.ratio(1)
-    layer = Layer(Setting(config, None, tensors["tokens"], ROUNDINGS["plain"], None, Noise(F64, replicas=0)), 1, number)
+    parameters, still = Parameters.of(DEMO, config), Noise(F64, replicas=0)
+    layer = Layer(Setting(config, parameters, tensors["tokens"], ROUNDINGS["plain"], None, still), 1, number)
     with layer.noise.of("entries", rows=number):
         turned = layer.rotated(entries[None, :, -rope:], number * ratio - number, back=True)[0]
     tensors["layers.1.attention.entry"] = torch.cat((entries[:, :-rope], turned), -1).bfloat16()
