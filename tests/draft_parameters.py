@@ -14,7 +14,7 @@ class Given:
     """What `probes.judge.oracle.Parameters` offers, over values that are given."""
 
     def __init__(self, values, rounded=frozenset()):
-        self.values, self.rounded = values, rounded
+        self.values, self.rounded, self.types = values, rounded, {}
 
     def __getitem__(self, name):
         return self.values[name]
