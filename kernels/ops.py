@@ -10,7 +10,7 @@ anew when one of these is replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 import torch
@@ -36,6 +36,7 @@ from fathom.kernels.compress.reference import Compress, Finish, Tail
 from fathom.kernels.differential.reference import Noise, Own, Past
 from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from fathom.kernels.formats import rows
+from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from fathom.kernels.gate.reference import Gate
 from fathom.kernels.hyper.reference import ReadStreams
@@ -369,19 +370,36 @@ class OpSet(_Fields):
     def _replace(self, **ops: Any) -> Self:
         new = super()._replace(**ops)
         anew = [name for name in COMPOSED if name not in ops and set(parts(name)) & set(ops)]
-        made: dict[str, Any] = {name: composed(name, new._asdict()) for name in anew}
+        made: dict[str, Any] = {name: _anew(name, getattr(self, name), new._asdict()) for name in anew}
         return super(OpSet, new)._replace(**made)
 
 
 def parts(name: str) -> tuple[str, ...]:
     """Names of the ops that an op is made of."""
-    return tuple(field.name for field in fields(COMPOSED[name]))
+    return tuple(field.name for field in fields(COMPOSED[name]) if field.name in _Fields._fields)
 
 
 def composed(name: str, ops: Mapping[str, Any]) -> Callable[..., Any]:
     """Make an op of others."""
     made: Callable[..., Any] = COMPOSED[name](*(ops[part] for part in parts(name)))
     return made
+
+
+def _anew(name: str, op: Callable[..., Any], ops: Mapping[str, Any]) -> Callable[..., Any]:
+    """`composed`; of an op that was, what it has beside its parts stays."""
+    if not isinstance(op, COMPOSED[name]):
+        return composed(name, ops)
+    made: Callable[..., Any] = replace(cast("Any", op), **{part: ops[part] for part in parts(name)})
+    return made
+
+
+def rounding_by(ops: Ops, group: int) -> Ops:
+    """The same set, in which inputs of linears and experts are rounded by so many columns; op by op if not by 128."""
+    if group == LINEAR_GROUP:
+        return ops
+    kinds = {name: kind for name, kind in COMPOSED.items() if "group" in {field.name for field in fields(kind)}}
+    made = {name: cast("Any", composed(name, ops._asdict())) for name in kinds}
+    return ops._replace(**{name: replace(op, group=group) for name, op in made.items()})
 
 
 def backend(op: Callable[..., Any]) -> str:
@@ -431,10 +449,10 @@ class Noted:
 
 def noted(ops: Ops, ran: dict[str, str]) -> Ops:
     """The same ops, each of which notes in `ran` when it runs, and of which backend."""
-    made = {name: Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"}
+    made: dict[str, Any] = {name: Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"}
     for name, kind in COMPOSED.items():
         if isinstance(getattr(ops, name), kind):  # its parts note themselves
-            made[name] = composed(name, made)  # type: ignore[assignment]
+            made[name] = _anew(name, getattr(ops, name), made)
     return cast("Ops", OpSet(ops.name, **made))
 
 

@@ -18,6 +18,8 @@ from fathom.model.rope import Rotation
 class Block:
     """A layer of the model."""
 
+    connection = HyperConnection
+
     def __init__(
         self,
         config: ModelConfig,
@@ -28,10 +30,10 @@ class Block:
         attention: Callable[..., Attention] = build_attention,
     ) -> None:
         prefix, self.layer = config.prefix(layer), layer
-        self.attention_streams = HyperConnection(config, f"{prefix}.hc_attn", weights, arithmetic)
+        self.attention_streams = self.connection(config, f"{prefix}.hc_attn", weights, arithmetic)
         self.attention_norm = weights.vector(f"{prefix}.attn_norm.weight").float()  # [hidden]
         self.attention = attention(config, layer, weights, arithmetic, rotation)
-        self.experts_streams = HyperConnection(config, f"{prefix}.hc_ffn", weights, arithmetic)
+        self.experts_streams = self.connection(config, f"{prefix}.hc_ffn", weights, arithmetic)
         self.experts_norm = weights.vector(f"{prefix}.ffn_norm.weight").float()  # [hidden]
         self.experts = build_moe(config, layer, weights, arithmetic)
 

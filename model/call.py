@@ -30,6 +30,9 @@ class Call:
         t.
     shard
         Which of the t tokens are this rank's.
+    selected, candidates
+        What layers of V4.1 leave to those after them: the selection of each that selects, [t, k] int32 by its number,
+        and the blocks of entries among which later ones select, [t, n] int32.
 
     """
 
@@ -42,6 +45,8 @@ class Call:
         self._back: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._windows: dict[tuple[Rotation, int, int, int], tuple[Tensor, Tensor]] = {}
         self._places: dict[int, Tensor] = {}
+        self.selected: dict[int, Tensor] = {}
+        self.candidates: Tensor | None = None
 
     @property
     def own_first(self) -> int | Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fathom.kernels.formats.stored import Dense
 from fathom.model.arithmetic import Arithmetic
-from fathom.model.cache.layers import CsaCache
+from fathom.model.cache.layers import CsaCache, LayerCache
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.compressor import KeyCompressor
@@ -28,12 +28,18 @@ class Indexer:
         self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic)
         scale: float = config.index_head_dim**-0.5 * config.index_n_heads**-0.5  # DeepSeek's; it changes no order
         self.weights_proj = Reader(Dense(weights.operand(f"{prefix}.weights_proj.weight")), factor=scale)
-        self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
-        self.readers = (*self.compressor.readers, self.weights_proj)
         self.arithmetic, self.rotation = arithmetic, rotation
         self.width, self.top_k = config.index_head_dim, config.index_topk
+        self.build(config, layer, weights, arithmetic, rotation)
 
-    def __call__(self, x: Input, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+    def build(
+        self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        """Make what makes keys."""
+        self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
+        self.readers: tuple[Reader, ...] = (*self.compressor.readers, self.weights_proj)
+
+    def __call__(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Tensor:
         """Write the keys of the windows that the call's tokens complete, then select for every token.
 
         Parameters
@@ -53,6 +59,7 @@ class Indexer:
             [t, min(index_topk, keys)] int32, see `kernels.indexer.reference.select`.
 
         """
+        assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
         self.compressor(x, call, cache.key_frontier, cache.keys)
         keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
 

@@ -49,9 +49,19 @@ class HashGate(Gate):
         return self.arithmetic.ops.gate(x, self.weight, None, self.table[tokens], self.k, self.scale)
 
 
+class TextGate(Gate):
+    """V4.1's, of a text's tokens: another bias, of those in images, is stored and not used."""
+
+    def choose_by(self, prefix: str, weights: Weights) -> None:
+        """Bind what decides the choice."""
+        super().choose_by(prefix, weights)
+        self.bias_of_images = weights.vector(f"{prefix}.bias_vl").float()  # [experts]
+
+
 def build_gate(config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> Gate:
     """Return the gate that the layer asks for."""
-    return (HashGate if config.is_hash(layer) else Gate)(config, layer, weights, arithmetic)
+    scored = Gate if config.v41 is None else TextGate
+    return (HashGate if config.is_hash(layer) else scored)(config, layer, weights, arithmetic)
 
 
 class Expert:

@@ -6,6 +6,7 @@ from fathom.model.cache.components import Components
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.gqa import KvHeads, KvShape, all_heads
 from fathom.model.cache.layers import CACHES
+from fathom.model.cache.shared import shared_caches
 from fathom.model.cache.variant import GroupedRoom
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CapacityError, ConfigError
@@ -132,6 +133,8 @@ def layer_caches(
         shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
         room = GroupedRoom(shape, config.sliding_window, max_context, prompt, formats.dtype, device, rewind)
         found = [formats.variant(layer).grouped_cache(room) for layer in range(config.num_hidden_layers)]
+    elif config.v41 is not None:
+        found = shared_caches(config, max_context, chunk, formats, device, rewind)
     else:
         found = [
             CACHES[kind](config, layer, max_context, chunk, formats, device, rewind)

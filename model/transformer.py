@@ -27,12 +27,20 @@ class Transformer:
             for kind in sorted(set(map(rotated_as, config.layer_kinds)))
         }
         self.blocks = [
-            Block(config, layer, weights, arithmetic, rotations[rotated_as(config.layer_kind(layer))])
+            self.block(layer, weights, rotations[rotated_as(config.layer_kind(layer))])
             for layer in range(config.num_hidden_layers)
         ]
-        self.hyper_head = HyperHead(config, "", weights, arithmetic)
+        self.build_end(weights)
         self.norm = weights.vector("norm.weight").float()  # [hidden]
         self.head = WideLinear(Dense(weights.operand("head.weight")), arithmetic, "vocabulary")  # [vocab, hidden]
+
+    def block(self, layer: int, weights: Weights, rotation: Rotation) -> Block:
+        """Build a layer."""
+        return Block(self.config, layer, weights, self.arithmetic, rotation)
+
+    def build_end(self, weights: Weights) -> None:
+        """Build what reads the streams behind the last layer."""
+        self.hyper_head = HyperHead(self.config, "", weights, self.arithmetic)
 
     @property
     def device(self) -> torch.device:

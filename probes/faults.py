@@ -468,7 +468,7 @@ def indexer_compressor_not_loaded(compressor: KeyCompressor) -> None:
 )
 @instead_of(indexers)
 class IndexerReturnsNone(Indexer):
-    def __call__(self, x: Input, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+    def __call__(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Tensor:
         super().__call__(x, latent, call, cache)
         return None  # type: ignore[return-value]
 

@@ -31,8 +31,7 @@ from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
 from fathom.probes.judge.recording import CHOICES, Recording
-from fathom.runtime.text.alike import token_map
-from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.runtime.text.alike import numbers_of
 
 DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 SECONDS: Final = 120.0
@@ -194,11 +193,7 @@ def ids_alike(model: Path, config: ModelConfig) -> Tensor | None:
     """What V4.1's n-gram tables are looked up by, [vocab]; None for a V4, and where there is no tokenizer.json."""
     if config.v41 is None or not (model / TOKENIZER).is_file():
         return None
-    alike = torch.tensor(token_map(Tokenizer(model, config.vocab_size)))
-    found, want = int(alike.max()) + 1, config.v41.engram.compressed_vocab
-    if found != want:
-        raise ConfigError(f"{model / TOKENIZER}: {found} ids spell unlike, engram_compressed_vocab_size is {want}")
-    return alike
+    return torch.tensor(numbers_of(model, config))
 
 
 def rows_of(rows: int | Literal["all"] | None, recording: Recording) -> int | None:

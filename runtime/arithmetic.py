@@ -2,11 +2,12 @@
 
 import torch
 
-from fathom.kernels.ops import Ops, backend, noted
+from fathom.kernels.ops import Ops, backend, noted, rounding_by
 from fathom.model.architectures import Config
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.choices import EXACT, FP8_SCORES
+from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.ranks.ranks import Ranks
 from fathom.model.rounding import FP8
@@ -40,6 +41,8 @@ def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> A
     """What a model of this run computes with; ConfigError as `cache_formats`, or for numerics of others."""
     if foreign := options.rounding.foreign:
         raise ConfigError(f"{options.told}: no run here rounds so ({foreign}), recordings of others are judged by it")
+    if isinstance(config, ModelConfig):
+        ops = rounding_by(ops, config.fp8_block)
     formats, ran = cache_formats(options, config), dict[str, str]()
     narrow = options.index_scores == FP8_SCORES, *fp8_products(options, ops)
     return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, *narrow)

@@ -29,11 +29,12 @@ from fathom.model.llama.census import check_tied_head
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.trained import check_learnt, check_trained
 from fathom.model.llama.transformer import LlamaTransformer
-from fathom.model.observe.observer import LLAMA_PLACES, PLACES, install
+from fathom.model.observe.observer import LLAMA_PLACES, PLACES, V41_PLACES, install
 from fathom.model.ranks.dispatch import tables
 from fathom.model.ranks.mailbox import Table
 from fathom.model.ranks.ranks import ALONE, Group, Ranks, evenly, splits
 from fathom.model.transformer import Transformer
+from fathom.model.v41 import TransformerV41
 from fathom.runtime.arithmetic import arithmetic, cache_formats
 from fathom.runtime.drafting import bound, check_head
 from fathom.runtime.kernels import prepare_kernels
@@ -45,6 +46,7 @@ from fathom.runtime.plan.experts import Choice, Work, faster
 from fathom.runtime.plan.gpus import named
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.sharding import ShardingPlan, sharding_plan, tokens_of_ranks
+from fathom.runtime.text.alike import numbers_of
 
 M = TypeVar("M")
 
@@ -138,6 +140,9 @@ def _load(
     follow: Callable[[Ranks], None],
 ) -> AnyLoaded:
     """`load`, of either architecture: they differ in config, census and model."""
+    if isinstance(config, ModelConfig) and config.v41 is not None and (group.size > 1 or ops.name == "triton"):
+        what = "--ops triton" if ops.name == "triton" else "a run of several ranks"
+        raise ConfigError(f"{directory}: {what} is not built for DeepSeek-V4.1")
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory), options.draft)
     device = torch.device(options.device)
@@ -168,11 +173,11 @@ def _load(
     found = _fingerprint(checkpoint, ranks, device)
     check_bases(options.kv, found)
     with weights.filling():  # what is copied to a device arrives while the model is built
-        model, marks = _built(config, weights, numerics, options, found)
+        model, marks = _built(config, directory, weights, numerics, options, found)
         head = None if counted.head is None else _head(counted.head, model, weights)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
+    install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES if config.v41 is None else V41_PLACES)
     if ops.name == "triton" and device.type == "cuda":  # while other ranks wait longer
         prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     if head is not None:
@@ -205,11 +210,13 @@ def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF
 
 
 def _built(
-    config: Config, weights: Weights, numerics: Arithmetic, options: RunOptions, mark: str
+    config: Config, directory: Path, weights: Weights, numerics: Arithmetic, options: RunOptions, mark: str
 ) -> tuple[Model, list[str]]:
     """The model over weights of this fingerprint, and the fingerprints of what it has beside them: adapters."""
     if not isinstance(config, LlamaConfig):
-        return Transformer(config, weights, numerics), []
+        if config.v41 is None:
+            return Transformer(config, weights, numerics), []
+        return TransformerV41(config, weights, numerics, torch.tensor(numbers_of(directory, config))), []
     variants = numerics.formats.variants
     if options.coda_adapters is None:
         check_learnt(variants, None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fathom.model.architectures import Config, config_from_file
-from fathom.model.choices import AUTO, DEPLOYED, EXACT, NUMERICS, OF_CODES, OFF, OWN, PLAIN
+from fathom.model.choices import AUTO, DEPLOYED, EXACT, LOOKUP, NUMERICS, OF_CODES, OFF, OWN, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
@@ -122,9 +122,22 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
             raise ConfigError(f"{where}: --experts {options.experts}: a {config.model_type} model has none")
         return
     if config.v41 is not None:
-        raise ConfigError(
-            f"{where}: is a DeepSeek-V4.1 model, which is not run here; inspect shows one, compare judges it"
-        )
+        _check_v41(options, where)
     check_widths(config, options.rounding)
     if options.coda_adapters is not None:
         raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")
+
+
+def _check_v41(options: RunOptions, where: Path) -> None:
+    """Refuse what is not built of V4.1: ConfigError naming the flag."""
+    told = {
+        f"--device {options.device}": options.device != "cpu",
+        f"--entry-format {options.entry_format}": options.entry_format != "dtype",
+        f"--key-format {options.key_format}": options.key_format not in {"dtype", "fp4"},
+        f"--kv {' --kv '.join(options.kv)}": bool(options.kv),
+        f"--draft {options.draft}": options.draft not in {OFF, LOOKUP},
+        f"--rank-tokens {options.rank_tokens}": options.rank_tokens != AUTO,
+        f"--experts {options.experts}": options.experts != AUTO,
+    }
+    if wrong := [flag for flag, given in told.items() if given]:
+        raise ConfigError(f"{where}: {wrong[0]} is not built for DeepSeek-V4.1")

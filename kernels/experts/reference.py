@@ -83,11 +83,12 @@ class _Parts:
     linear: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     simulate_fp8: Callable[..., Tensor]
+    group: int = LINEAR_GROUP  # columns that are rounded together: 32 in V4.1
 
     def product(self, x: Tensor, weight: Weight, *, deployed: bool) -> Tensor:
         """``x @ W^T``, of an input [n, in] that is rounded where deployed numerics do."""
         rounds = deployed and isinstance(weight, Fp8 | Fp4)
-        return self.linear(self.simulate_fp8(x, LINEAR_GROUP) if rounds else x, weight)
+        return self.linear(self.simulate_fp8(x, self.group) if rounds else x, weight)
 
     def up(self, x: Tensor, weights: Tensor, w1: Weight, w3: Weight, limit: float, *, deployed: bool) -> Tensor:
         """What an expert's last matrix is given, [n, inner], of its tokens x [n, hidden] with weights [n]."""
@@ -195,8 +196,8 @@ class Experts(_Parts):
         limit
             `swiglu_limit`.
         deployed
-            Whether inputs of Fp8 and Fp4 matrices are rounded to E4M3 per 128 columns first. `inner` and `hidden` are
-            multiples of 128 then.
+            Whether inputs of Fp8 and Fp4 matrices are rounded to E4M3 by groups of columns first. `inner` and `hidden`
+            are multiples of these then.
         summed
             Whether a token's outputs are added up; else `sum_slots` does it, to the same bits.
         total

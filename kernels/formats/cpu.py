@@ -16,7 +16,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from fathom.kernels.compiled import array, compiled, each, kept_array, loop, moved
-from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+from fathom.kernels.formats.groups import FP4_BLOCK, NVFP4_BLOCK
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from fathom.kernels.lanes import (
     PIECE,
@@ -56,10 +56,11 @@ class DenseArrays(NamedTuple):
 
 
 class Fp8Arrays(NamedTuple):
-    """E4M3, flat, and the scales of blocks of 128 x 128."""
+    """E4M3, flat, and the scales of square blocks."""
 
     data: Any
     scale: Any
+    power: Any  # rows and columns of a block are 2 to this
 
 
 class Fp4Arrays(NamedTuple):
@@ -82,8 +83,8 @@ _ARRAYS: Final = {  # the types of a weight's arrays, by the name of its form
     "BF16": ((types.uint16[::1],), DenseArrays),
     "F16": ((types.int16[::1],), DenseArrays),
     "F32": ((_F32,), DenseArrays),
-    "FP8": ((_U8, _U8), Fp8Arrays),
-    "FP8_F32": ((_U8, _F32), Fp8Arrays),
+    "FP8": ((_U8, _U8, types.int64), Fp8Arrays),
+    "FP8_F32": ((_U8, _F32, types.int64), Fp8Arrays),
     "FP4": ((_U8, _U8), Fp4Arrays),
     "NVFP4": ((_U8, _U8), NvFp4Arrays),
 }
@@ -96,7 +97,7 @@ def arrays(weight: Weight) -> Arrays:
         case Dense(data):
             return DenseArrays(kept_array(data))
         case Fp8(data, scale):
-            return Fp8Arrays(kept_array(data), kept_array(scale))
+            return Fp8Arrays(kept_array(data), kept_array(scale), weight.block.bit_length() - 1)
         case Fp4(data, scale):
             return Fp4Arrays(kept_array(data), kept_array(scale))
         case NvFp4(data, scale, _):
@@ -235,8 +236,9 @@ def _dense(weight, row, columns, i):
 
 
 def _fp8(weight, row, columns, i):
-    at, there, blocks = row * columns + i, columns - i, (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    s = splat(scale_of(weight.scale, np.uint64(row // FP8_BLOCK * blocks + i // FP8_BLOCK)))
+    at, there, power = row * columns + i, columns - i, weight.power
+    blocks = (columns + (1 << power) - 1) >> power
+    s = splat(scale_of(weight.scale, np.uint64((row >> power) * blocks + (i >> power))))
     if there >= 32:
         low, high = load_piece(weight.data, at)
         return low * s, high * s
@@ -338,7 +340,9 @@ def placed(weight: Arrays, data: int, scale: int) -> Arrays:
 def _placed(weight, data, scale):
     return {
         DenseArrays: lambda weight, data, scale: DenseArrays(moved(weight.data, data)),
-        Fp8Arrays: lambda weight, data, scale: Fp8Arrays(moved(weight.data, data), moved(weight.scale, scale)),
+        Fp8Arrays: lambda weight, data, scale: Fp8Arrays(
+            moved(weight.data, data), moved(weight.scale, scale), weight.power
+        ),
         Fp4Arrays: lambda weight, data, scale: Fp4Arrays(moved(weight.data, data), moved(weight.scale, scale)),
         NvFp4Arrays: lambda weight, data, scale: NvFp4Arrays(moved(weight.data, data), moved(weight.scale, scale)),
     }[weight.instance_class]

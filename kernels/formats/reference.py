@@ -8,8 +8,8 @@ times 24, and NvFp4's 2 + 4, whose product with the block scale is exact, times 
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.formats.groups import FP4_BLOCK, NVFP4_BLOCK
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, NvFp4, Weight
 
 
 def e8m0(scale: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def e2m1(packed: Tensor) -> Tensor:
 def decode(weight: Weight) -> Tensor:
     """Decode a matrix of any stored form.
 
-    Equations: Fp8 ``W[i, j] s[i // 128, j // 128]``, Fp4 ``W[i, j] s[i, j // 32]``, NvFp4
+    Equations: Fp8 ``W[i, j] s[i // block, j // block]``, Fp4 ``W[i, j] s[i, j // 32]``, NvFp4
     ``W[i, j] s[i, j // 16] g``.
 
     Parameters
@@ -82,9 +82,16 @@ def decode(weight: Weight) -> Tensor:
         case Dense(data):
             return data.float()
         case Fp8(data, scale):
-            blocks = e8m0(scale).repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+            blocks = e8m0(scale).repeat_interleave(weight.block, 0).repeat_interleave(weight.block, 1)
             return data.float() * blocks[:rows, :columns]  # blocks at the edges may be partial
         case Fp4(data, scale):
             return e2m1(data) * e8m0(scale).repeat_interleave(FP4_BLOCK, 1)
         case NvFp4(data, scale, global_scale):
             return e2m1(data) * scale.float().repeat_interleave(NVFP4_BLOCK, 1) * global_scale
+
+
+def looked_up(table: Fp8Rows, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table by their numbers [...] int64: [..., d], products of values and scales, rounded to `dtype`."""
+    values, scale = table.data[ids].float(), e8m0(table.scale[ids])
+    out: Tensor = (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    return out.to(dtype)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.groups import FP8_BLOCK
+from fathom.kernels.formats.groups import FP8_BLOCK, SMALL_FP8_BLOCK
 
 
 class Dense(NamedTuple):
@@ -31,15 +31,28 @@ class Dense(NamedTuple):
 
 
 class Fp8(NamedTuple):
-    """E4M3 values with one scale per 128x128 block; blocks at the right and lower edge may be partial."""
+    """E4M3 values with one scale per square block; blocks at the right and lower edge may be partial."""
 
     data: Tensor  # [out, in] float8_e4m3fn
-    scale: Tensor  # [ceil(out / 128), ceil(in / 128)] float8_e8m0fnu or float32
+    scale: Tensor  # [ceil(out / block), ceil(in / block)] float8_e8m0fnu or float32
 
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in], in weights."""
         return self.data.shape[-2], self.data.shape[-1]
+
+    @property
+    def block(self) -> int:
+        """Rows, and columns, of a block: 128, or 32 where there are as many scales; of one scale either is right."""
+        small = [-(-size // SMALL_FP8_BLOCK) for size in self.shape]
+        return SMALL_FP8_BLOCK if [*self.scale.shape[-2:]] == small else FP8_BLOCK
+
+
+class Fp8Rows(NamedTuple):
+    """A table of rows that are looked up by number, no matrix: E4M3 values, one E8M0 scale per 32 columns of a row."""
+
+    data: Tensor  # [rows, d] float8_e4m3fn
+    scale: Tensor  # [rows, d / 32] float8_e8m0fnu
 
 
 class Fp4(NamedTuple):
@@ -76,15 +89,16 @@ def nbytes(weight: Weight) -> int:
 
 
 def rows(weight: Weight, start: int, stop: int) -> Weight:
-    """Rows `start` to `stop` of a weight as views; of `Fp8` whole blocks of 128, up to the end, or a part of one."""
+    """Rows `start` to `stop` of a weight as views; of `Fp8` whole blocks, up to the end, or a part of one."""
     match weight:
         case Dense(data):
             return Dense(data[start:stop])
         case Fp8(data, scale):
-            whole = start % FP8_BLOCK == 0 and (stop % FP8_BLOCK == 0 or stop == data.shape[0])
-            within = start // FP8_BLOCK == (stop - 1) // FP8_BLOCK
-            assert whole or within, f"rows {start} to {stop} cut blocks of {FP8_BLOCK}"
-            return Fp8(data[start:stop], scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
+            block = weight.block
+            whole = start % block == 0 and (stop % block == 0 or stop == data.shape[0])
+            within = start // block == (stop - 1) // block
+            assert whole or within, f"rows {start} to {stop} cut blocks of {block}"
+            return Fp8(data[start:stop], scale[start // block : -(-stop // block)])
         case Fp4(data, scale):
             return Fp4(data[start:stop], scale[start:stop])
         case NvFp4(data, scale, global_scale):

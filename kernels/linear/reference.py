@@ -105,6 +105,7 @@ class Linears:
 
     linear: Callable[..., Tensor]
     simulate_fp8: Callable[..., Tensor]
+    group: int = LINEAR_GROUP  # columns that are rounded together: 32 in V4.1
 
     def __call__(self, x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
         """Run one after the other.
@@ -116,7 +117,7 @@ class Linears:
         products
             Matrices [out, in], each in its stored form and with an `out` of its own.
         deployed
-            Whether the input of FP8 and FP4 matrices is rounded to E4M3 per 128 columns first: see `rounds`.
+            Whether the input of FP8 and FP4 matrices is rounded to E4M3 by groups of columns first: see `rounds`.
 
         Returns
         -------
@@ -125,7 +126,7 @@ class Linears:
 
         """
         narrow = any(rounds(product.weight, deployed=deployed) for product in products)
-        rounded = self.simulate_fp8(x, LINEAR_GROUP) if narrow else x
+        rounded = self.simulate_fp8(x, self.group) if narrow else x
         return [self._one(rounded if rounds(product.weight, deployed=deployed) else x, product) for product in products]
 
     def _one(self, x: Tensor, product: Product) -> Tensor:

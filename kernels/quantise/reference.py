@@ -126,6 +126,20 @@ def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
     return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2).to(x.dtype)
 
 
+def simulate_entries(x: Tensor, group: int) -> Tensor:
+    """Round `x` [..., d] to E2M1 blocks of `group` columns with scales in E4M3, as V4.1 keeps entries; same dtype.
+
+    Equation: ``s = e4m3(max(amax, 6 * 2^-9) / 6)``, at most 448, ``y = e2m1(clamp(x / s, -6, 6)) * s``.
+    Source: DeepSeek V4.1's kernel.py, `fp4_act_quant`. PyTorch on every device: no op set has another.
+    """
+    assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
+    blocks = x.float().unflatten(-1, (-1, group))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = (amax.clamp_min(E2M1_MAX * 2.0**-9) / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scale = torch.where(amax < float("inf"), scale, float("nan"))
+    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2).to(x.dtype)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Walsh-Hadamard transform of the last dim in natural order, scaled by ``d^-0.5``: its own inverse.
 

@@ -46,6 +46,10 @@ class WindowRing:
         """Position whose KV is in the row where `position` belongs; -1 for a row never written."""
         return self._held[position % len(self._held)]
 
+    def last(self, stop: int, count: int) -> Tensor:
+        """Rows of the last `count` positions before `stop`, fewer where there are no more: a copy [n, d]."""
+        return ring.read(self.data, max(0, stop - count), stop)
+
     def tensors(self, position: int) -> dict[str, Tensor]:
         """KV that the token at `position` may still see, oldest first: what a saved state needs, a copy."""
         oldest = max(0, position - self.window + 1)

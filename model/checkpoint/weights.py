@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, NvFp4, Weight, layout, member, nbytes, rows
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.filling import THREADS, Filler, Source
@@ -142,6 +142,21 @@ class Weights:
         """
         return self._rows(name, ("i64",)).to(self._device, torch.int64)
 
+    def rows(self, name: str) -> Fp8Rows:
+        """One table whose rows are looked up by number, mapped: of its rows only those that are looked up are read.
+
+        Raises
+        ------
+        CheckpointError
+            When the architecture has no such table.
+        """
+        self._shard(name, ("rows",))
+        mapping = self._census.mappings[name]
+        assert mapping.scale is not None, f"{name}: the census wants scales"
+        table = Fp8Rows(self._checkpoint.read(mapping.weight), self._checkpoint.read(mapping.scale))
+        self._handed[name] = table.data.nbytes + table.scale.nbytes
+        return table
+
     def forms(self, names: Iterable[str]) -> set[Form]:
         """The forms of these matrices, on whichever rank."""
         return {self._census.mappings[name].form for name in names}
@@ -258,6 +273,8 @@ def open_weights(
     def check(name: str) -> None:
         if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
+        if census.demanded[name].kind == "rows":
+            return  # a hundred gigabytes: a scale that is NaN is found where its row is looked up
         mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
         if mapping.scale is not None and mapping.global_scale is not None:
             _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")

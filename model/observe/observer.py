@@ -127,6 +127,17 @@ def not_shown(ops: str) -> list[Site]:
     return [sites.WEIGHTS, *([] if ops in STEP_BY_STEP else inside)]
 
 
+# The same of V4.1, which reads streams by the weights of the sublayer before, and shares entries and selections.
+V41_PLACES: Final[Mapping[Site, Place]] = {
+    **{site: place._replace(method="read_by") if place.method == "read" else place for site, place in PLACES.items()},
+    sites.CANDIDATES: Place("attention.indexer", "candidates"),
+    sites.ENGRAM_ROWS: Place("engram", "rows"),
+    sites.ENGRAM_GATE: Place("engram", "gate"),
+    sites.ENGRAM_STREAMS: Place("engram", "write"),
+    sites.FOLDED: Place("", "folded"),
+}
+
+
 # The same of the Llama family, whose tensors no probe listens to.
 LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.STREAM_ATTENDED: Place("", "attended"),
@@ -141,15 +152,12 @@ OF_EXPERTS: Final = {sites.EXPERTS_GATE: sites.ROUTED_GATE, sites.EXPERTS_UP: si
 INSIDE: Final = {*OF_EXPERTS, *OF_EXPERTS.values()}
 
 # Attentions that have a site; those that are not here are of every layer.
+_SELECTS: Final = ("CsaAttention", "SelectingAttention", "MakingAttention")
 OF_KINDS: Final[Mapping[Site, tuple[str, ...]]] = {
-    sites.ENTRY: ("HcaAttention", "CsaAttention"),
-    **dict.fromkeys(
-        (
-            *(sites.INDEX_KEY, sites.INDEX_KEY_USED, sites.INDEX_QUERY, sites.INDEX_QUERY_USED),
-            *(sites.INDEX_WEIGHTS, sites.SELECTED),
-        ),
-        ("CsaAttention",),
-    ),
+    sites.ENTRY: ("HcaAttention", "CsaAttention", "MakingAttention"),
+    **dict.fromkeys((sites.INDEX_KEY, sites.INDEX_KEY_USED), ("CsaAttention", "MakingAttention")),
+    **dict.fromkeys((sites.INDEX_QUERY, sites.INDEX_QUERY_USED, sites.INDEX_WEIGHTS, sites.SELECTED), _SELECTS),
+    sites.CANDIDATES: _SELECTS,
 }
 
 
@@ -442,7 +450,7 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
     A draft head is such a model too: its stages are layers behind those of the model that it drafts for.
     """
     observer = Observer(model.config, model.arithmetic.ranks)
-    whole = (sites.EMBEDDED, sites.HIDDEN, sites.LOGITS)
+    whole = (sites.EMBEDDED, sites.FOLDED, sites.HIDDEN, sites.LOGITS)
     _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
     of_layers = {site: place for site, place in places.items() if site not in whole}
     steps = STEP_PLACES if sites.MIXED in of_layers else {}
@@ -450,6 +458,7 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
         missing = set(of_layers) - _wrap_all(observer, block, layer, {**of_layers, **steps})
         kind = type(getattr(block, "attention", None)).__name__
         allowed = {site for site in missing if site in OF_KINDS and kind not in OF_KINDS[site]}
+        allowed |= {site for site in missing if places[site].part == "engram" and block.engram is None}
         assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
         if sites.MIXED in of_layers:
             _wrap_attend(observer, block.attention, layer)

@@ -144,7 +144,7 @@ STEPS: Final[dict[Site, Site]] = {
 }
 
 
-# What V4.1 has and V4 has not; our own runs are of V4.
+# What V4.1 has and V4 has not.
 CANDIDATES = Site("indexer.candidates", "t n", "blocks that later layers may select from, ascending, then -1; int32")
 ENGRAM_ROWS = Site("engram.rows", "t engram", "rows of the n-gram tables, side by side")
 ENGRAM_GATE = Site("engram.gate", "t s", "how much of their value each stream takes, fp32")

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK, ROW_BLOCK
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, NvFp4, Weight
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import ROUNDED, Form
 from fathom.model.checkpoint.weights import Held
@@ -24,14 +24,19 @@ _PLAIN: Final = {
 _SCALES: Final = {Form.FP8: E8M0, Form.FP8_F32: torch.float32}
 
 
-def stored(form: Form, *shape: int) -> Weight:
-    """A parameter in a stored form, which of a matrix alone may be a narrow one."""
+def table(rows: int, columns: int) -> Fp8Rows:
+    """A table whose rows are looked up by number."""
+    return Fp8Rows(empty(rows, columns, dtype=E4M3), empty(rows, columns // ROW_BLOCK, dtype=E8M0))
+
+
+def stored(form: Form, *shape: int, block: int = FP8_BLOCK) -> Weight:
+    """A parameter in a stored form, which of a matrix alone may be a narrow one; `block` is that of FP8."""
     if form in _PLAIN:
         return Dense(empty(*shape, dtype=_PLAIN[form]))
     rows, columns = shape
     match form:
         case Form.FP8 | Form.FP8_F32:
-            scale = empty(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), dtype=_SCALES[form])
+            scale = empty(-(-rows // block), -(-columns // block), dtype=_SCALES[form])
             return Fp8(empty(rows, columns, dtype=E4M3), scale)
         case Form.FP4:
             return Fp4(empty(rows, columns // 2, dtype=torch.int8), empty(rows, columns // FP4_BLOCK, dtype=E8M0))
@@ -64,8 +69,8 @@ class MetaWeights:
     def matrix(self, name: str) -> Weight:
         """One matrix."""
         name = self._of_layer(name)
-        rows, columns = self.census.demanded[name].shape
-        return stored(self.census.mappings[name].form, self.held(name, rows).size, columns)
+        (rows, columns), mapping = self.census.demanded[name].shape, self.census.mappings[name]
+        return stored(mapping.form, self.held(name, rows).size, columns, block=mapping.block or FP8_BLOCK)
 
     def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
         """Several of one shape, those of one form as one."""
@@ -81,6 +86,10 @@ class MetaWeights:
         return stored(self.census.mappings[name].form, self.held(name, rows).size, *others)[0]
 
     vector = operand
+
+    def rows(self, name: str) -> Fp8Rows:
+        """A table whose rows are looked up."""
+        return table(*self.census.demanded[self._of_layer(name)].shape)
 
     def table(self, name: str) -> Tensor:
         """A table of experts."""

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from fathom.kernels.ops import Ops
+from fathom.kernels.ops import Ops, rounding_by
 from fathom.model.architectures import Config
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.gqa import GqaCache, Heads
@@ -26,11 +26,12 @@ from fathom.model.llama.adapters import Adapter
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.transformer import LlamaTransformer
 from fathom.model.observe import sites
-from fathom.model.observe.observer import LLAMA_PLACES, PLACES, install, listening, observed
+from fathom.model.observe.observer import LLAMA_PLACES, PLACES, V41_PLACES, install, listening, observed
 from fathom.model.observe.sites import Site
 from fathom.model.ranks.ranks import Group, Shards
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
+from fathom.model.v41 import TransformerV41
 from fathom.model.variants.banked_entries import BankedEntries, NewestKeys
 from fathom.model.variants.choice import Full, Variant
 from fathom.runtime.arithmetic import cache_formats
@@ -71,6 +72,8 @@ class Rehearsal:
         ranks = MetaRanks(group, self.shards, tokens, self.values, self.alive, [*times.values(), *stages])
         scores = options.index_scores == FP8_SCORES
         made = on_meta(ops, self.alive, self.values)
+        if isinstance(config, ModelConfig):
+            made = rounding_by(made, config.fp8_block)
         arithmetic = Arithmetic(made, options.rounding, formats.dtype, self.formats, ranks, {}, fp8_scores=scores)
         weights = cast("Any", MetaWeights(census, lambda name, rows: sharding.rows(name, rows, rank), layers))
         self.head: DraftHead | None = None
@@ -80,8 +83,14 @@ class Rehearsal:
             self.model: Any = LlamaTransformer(self.config, weights, arithmetic, adapters)
             install(self.model, LLAMA_PLACES)
         else:
-            self.model = Transformer(self.config, weights, arithmetic)
-            watched = {site: place for site, place in PLACES.items() if place.part != "experts.experts"}
+            places = PLACES
+            if self.config.v41 is None:
+                self.model = Transformer(self.config, weights, arithmetic)
+            else:
+                places = V41_PLACES
+                alike = empty(config.vocab_size, dtype=torch.int64)
+                self.model = TransformerV41(self.config, weights, arithmetic, alike)
+            watched = {site: place for site, place in places.items() if place.part != "experts.experts"}
             install(self.model, watched)
             if census.head is not None:
                 self.head = HEADS[census.head](self.model, weights)
@@ -97,6 +106,7 @@ class Rehearsal:
         return {
             _aten.bincount.default: counted,
             _aten.nonzero_numpy.default: lambda x: empty(x.ndim, self.values.pairs(len(x)), dtype=torch.int64).unbind(),
+            _aten.any.default: lambda _: torch.tensor(False),  # noqa: FBT003 (no token stands for an image)
             _aten.argmax.default: lambda x, dim=None: torch.zeros(x.shape[:-1] if dim == -1 else (), dtype=torch.int64),
         }
 
@@ -228,6 +238,8 @@ def _distinct(config: Config, census: Census, variants: list[str]) -> dict[int, 
         kind: object = None
         if isinstance(config, ModelConfig):
             kind = config.layer_kind(layer), config.ratio(layer), config.is_hash(layer)
+            if config.v41 is not None:  # layers read what others made: all are run
+                kind = layer
         kinds.setdefault((kind, variant, census.forms_of_layers[layer]), []).append(layer)
     return {layers[0]: len(layers) for layers in sorted(kinds.values())}
 

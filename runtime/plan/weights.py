@@ -12,12 +12,13 @@ from enum import StrEnum
 from functools import cache
 from typing import Final, NamedTuple
 
+from fathom.kernels.formats.groups import FP8_BLOCK
 from fathom.model.architectures import Config
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.rope import rotated_as
-from fathom.runtime.plan.meta_weights import stored
+from fathom.runtime.plan.meta_weights import stored, table
 from fathom.runtime.sharding import ShardingPlan
 
 F32, I64 = 4, 8  # bytes
@@ -37,6 +38,7 @@ class WeightKind(StrEnum):
     GATES = "gates and hash tables"
     MHC = "mHC"
     NORMS = "norms"
+    ENGRAM = "n-grams"  # of V4.1
     DRAFTING = "draft head"
     ROTARY = "rotary frequencies"  # computed from the config
     FEED_FORWARD = "feed-forward"  # of the Llama family, as the next
@@ -54,6 +56,7 @@ _PARTS: Final = {
     ".attn.indexer.": WeightKind.INDEXER,
     ".attn.compressor.": WeightKind.COMPRESSORS,
     ".attn.": WeightKind.ATTENTION,
+    ".engram.": WeightKind.ENGRAM,
     ".self_attn.": WeightKind.ATTENTION,
     ".mlp.": WeightKind.FEED_FORWARD,
 }
@@ -69,9 +72,12 @@ class Weights(NamedTuple):
 
 
 @cache
-def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
+def stored_bytes(form: Form, shape: tuple[int, ...], block: int = FP8_BLOCK) -> int:
     """Bytes of a parameter of this shape with its scales, as the checkpoint stores it; without rows it has none."""
-    return 0 if 0 in shape else sum(plane.nbytes for plane in stored(form, *shape))
+    if 0 in shape:
+        return 0
+    planes = table(*shape) if form is Form.FP8_ROWS else stored(form, *shape, block=block)
+    return sum(plane.nbytes for plane in planes)
 
 
 def weights(
@@ -87,7 +93,8 @@ def weights(
         parameter = census.demanded[name]
         shard = sharding.rows(name, parameter.shape[0], rank)
         shape = (shard.size, *parameter.shape[1:])
-        as_stored = own = stored_bytes(census.mappings[name].form, shape)
+        mapping = census.mappings[name]
+        as_stored = own = stored_bytes(mapping.form, shape, mapping.block or FP8_BLOCK)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
@@ -105,6 +112,7 @@ def weights(
         found[WeightKind.DRAFTING].append(Weights(own=config.qk_rope_head_dim // 2 * F32))
     found[WeightKind.ROTARY].append(Weights(own=rotations * config.qk_rope_head_dim // 2 * F32))
     others = {WeightKind.FEED_FORWARD, WeightKind.ADAPTERS} | ({WeightKind.DRAFTING} if census.head is None else set())
+    others |= {WeightKind.ENGRAM} if config.v41 is None else set()
     return {kind: _sum(parts) for kind, parts in found.items() if kind not in others}
 
 

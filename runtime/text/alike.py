@@ -6,13 +6,29 @@ Their tables of Unicode are older than Python's: of a character newer than their
 
 import re
 import unicodedata
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from fathom.model.checkpoint.folder import TOKENIZER
+from fathom.model.errors import ConfigError
 from fathom.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fathom.model.config import ModelConfig
 
 BLANK: Final = re.compile(r"[ \t\r\n]+")
 REPLACED: Final = "\N{REPLACEMENT CHARACTER}"
 NO_BLANK: Final = "\x1c\x1d\x1e\x1f"  # which Python strips and Unicode's White_Space does not hold
+
+
+def numbers_of(model: Path, config: "ModelConfig") -> list[int]:
+    """The number of each id, by the tokenizer.json of a checkpoint; ConfigError where it is not the model's."""
+    assert config.v41 is not None, "of its config"
+    numbers = token_map(Tokenizer(model, config.vocab_size))
+    found, want = max(numbers) + 1, config.v41.engram.compressed_vocab
+    if found != want:
+        raise ConfigError(f"{model / TOKENIZER}: {found} ids spell unlike, engram_compressed_vocab_size is {want}")
+    return numbers
 
 
 def token_map(tokenizer: Tokenizer) -> list[int]:
