@@ -84,6 +84,10 @@ class Ops(Protocol):
         """`quantise`."""
         ...
 
+    def simulate_entries(self, x: Tensor, group: int) -> Tensor:
+        """`quantise`, of V4.1."""
+        ...
+
     def hadamard(self, x: Tensor) -> Tensor:
         """`quantise`."""
         ...
@@ -152,6 +156,18 @@ class Ops(Protocol):
         self, q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int
     ) -> Tensor:
         """`indexer`: `simulate_fp8` of the queries, and `select`."""
+        ...
+
+    def open_blocks(
+        self, q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, size: int, count: int
+    ) -> Tensor:
+        """`indexer.candidates`, of V4.1."""
+        ...
+
+    def select_open(
+        self, q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int, blocks: Tensor, size: int
+    ) -> Tensor:
+        """`indexer.candidates`, of V4.1."""
         ...
 
     def attend(
@@ -330,6 +346,7 @@ class _Fields(NamedTuple):
     linears_fp8: Callable[..., Any]
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
+    simulate_entries: Callable[..., Any]
     hadamard: Callable[..., Any]
     round_index: Callable[..., Any]
     pack_fp8: Callable[..., Any]
@@ -341,6 +358,8 @@ class _Fields(NamedTuple):
     compress_at_once: Callable[..., Any]
     select: Callable[..., Any]
     select_fp8: Callable[..., Any]
+    open_blocks: Callable[..., Any]
+    select_open: Callable[..., Any]
     attend: Callable[..., Any]
     hyper_weights: Callable[..., Any]
     head_weights: Callable[..., Any]
@@ -466,6 +485,7 @@ _REFERENCE = OpSet(
     linears_fp8=linear.reference.linears,
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
+    simulate_entries=quantise.reference.simulate_entries,
     hadamard=quantise.reference.hadamard,
     round_index=quantise.reference.round_index,
     pack_fp8=quantise.reference.pack_fp8,
@@ -477,6 +497,8 @@ _REFERENCE = OpSet(
     compress_at_once=compress.reference.compress_at_once,
     select=indexer.reference.select,
     select_fp8=SelectFp8(quantise.reference.simulate_fp8, indexer.reference.select),
+    open_blocks=indexer.candidates.open_blocks,
+    select_open=indexer.candidates.select_open,
     attend=attention.reference.attend,
     hyper_weights=hyper.reference.hyper_weights,
     head_weights=hyper.reference.head_weights,

@@ -16,8 +16,6 @@ from torch import Tensor
 from fathom.kernels.compress.reference import Tail
 from fathom.kernels.formats.groups import ENTRY_GROUP, INDEX_GROUP
 from fathom.kernels.formats.stored import Dense, Rounding, Rows
-from fathom.kernels.indexer.candidates import open_blocks, select_open
-from fathom.kernels.quantise.reference import simulate_entries
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.attention import Attention, Beyond
 from fathom.model.block import Block
@@ -107,7 +105,8 @@ class EntryMaker(Compressor):
 
     def stored(self, rows: Tensor) -> Tensor:
         """Rows [n, head_dim] as they are kept: E2M1 by 16 columns with scales in E4M3, where KV is rounded."""
-        return simulate_entries(rows, ENTRY_GROUP) if self.arithmetic.rounding.kv == FP8 else rows
+        ops = self.arithmetic.ops
+        return ops.simulate_entries(rows, ENTRY_GROUP) if self.arithmetic.rounding.kv == FP8 else rows
 
 
 class KeyMaker(Compressor):
@@ -173,12 +172,12 @@ class SharedIndexer(Indexer):
             call.candidates = self.candidates(given)
         if self.restricted and cache.keys.count > self.blocks * self.block:
             assert call.candidates is not None, "the layer that opens blocks comes before"
-            return select_open(*given, self.top_k, call.candidates, self.block)
+            return self.arithmetic.ops.select_open(*given, self.top_k, call.candidates, self.block)
         return self.arithmetic.select(*given, self.top_k)
 
     def candidates(self, given: tuple[Tensor, Tensor, Rows, int, int]) -> Tensor:
-        """Blocks open to each token [t, candidate_topk_blocks] int32, ascending, then -1; see `open_blocks`."""
-        return open_blocks(*given, self.block, self.blocks)
+        """Blocks open to each token [t, candidate_topk_blocks] int32, ascending, then -1; see `Ops.open_blocks`."""
+        return self.arithmetic.ops.open_blocks(*given, self.block, self.blocks)
 
     def query_used(self, q: Tensor) -> Tensor:
         """Queries as they are scored."""

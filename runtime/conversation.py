@@ -40,7 +40,7 @@ from fathom.runtime.statefile import (
     save_state,
     snapshot,
 )
-from fathom.runtime.text.encoding import check_chat_format, encode_messages, raw_text
+from fathom.runtime.text.encoding import check_chat_format, encode_messages, is_v41, raw_text
 from fathom.runtime.text.messages import check_messages
 from fathom.runtime.text.segments import THINK_END, Text
 from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
@@ -220,7 +220,8 @@ class Conversation:
         """The whole sequence up to where the model is to answer `text`, the last of `turns`."""
         if not self.form.raw:
             messages = check_messages(list(turns))
-            segments = encode_messages(messages, thinking=self.form.thinking, effort=self.form.effort)
+            config, form = self.loaded.model.config, self.form
+            segments = encode_messages(messages, thinking=form.thinking, effort=form.effort, v41=is_v41(config))
             return self.tokenizer.encode(segments)
         if self.tokens:
             return [*self.tokens, *self.tokenizer.encode([Text(text)], continued=True)]

@@ -22,7 +22,7 @@ from fathom.model.errors import CapacityError, StateError
 from fathom.runtime.errors import PromptError
 from fathom.runtime.options import checked_config, usual
 from fathom.runtime.output import write_json
-from fathom.runtime.text.encoding import check_chat_format, encode_messages
+from fathom.runtime.text.encoding import check_chat_format, encode_messages, is_v41
 from fathom.runtime.text.messages import user_message
 from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from fathom.scripts.cli import arguments, run_on_ranks
@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     tokenizer = Tokenizer(args.model, config.vocab_size)
     if not args.raw:  # before the weights: what the format needs should be there
         check_chat_format(config, args.model)
-        tokenizer.encode(encode_messages(user_message("?"), thinking=args.think, effort=effort(args.effort)))
+        asked = effort(args.effort, config)
+        tokenizer.encode(
+            encode_messages(user_message("?"), thinking=args.think, effort=asked, v41=is_v41(config))
+        )
     return run(args, config, tokenizer, watch)
 
 
@@ -113,7 +116,7 @@ def _chat(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch:
     from fathom.runtime.process import set_process
     from fathom.runtime.report import report
 
-    options, form = run_options(args), Format(args.raw, args.think, effort(args.effort), args.system)
+    options, form = run_options(args), Format(args.raw, args.think, effort(args.effort, config), args.system)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
         sys.stdout.reconfigure(errors="replace")
     ops = op_set(args.ops or usual(options.device), options, config)

@@ -25,7 +25,7 @@ from fathom.model.choices import (
 from fathom.model.errors import CapacityError, ConfigError
 from fathom.model.rounding import Rounding
 from fathom.runtime.options import DEMO, TIMEOUT, RunOptions
-from fathom.runtime.text.encoding import EFFORTS
+from fathom.runtime.text.encoding import EFFORTS, EFFORTS_V41, V41
 from fathom.scripts.hub import WEIGHTS
 from fathom.scripts.paths import Models, Reports, Tensors
 
@@ -130,7 +130,8 @@ def add_prompt_format(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--effort",
         metavar="REVISION:LEVEL",
-        help="reasoning effort with --think; " + ", ".join(f"{r}:{'|'.join(levels)}" for r, levels in EFFORTS.items()),
+        help="reasoning effort with --think; "
+        + ", ".join(f"{r}:{'|'.join(levels)}" for r, levels in {**EFFORTS, V41: (*EFFORTS_V41, "1 to 100")}.items()),
     )
 
 

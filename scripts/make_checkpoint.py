@@ -3,6 +3,9 @@
 `python -m scripts.make_checkpoint --config FILE --layers N --out DIR` writes config.json, index and shards of the first
 N layers; `--layers 2,3` takes exactly these, renumbered from 0. A V4-Flash layer is 3.6 GB and takes a quarter of a
 minute. No tokenizer is written: `scripts.generate` runs such a checkpoint with `--tokens`, and answers in token ids.
+
+`--small-v41` in place of `--config` and `--layers` writes a DeepSeek-V4.1 of nine small layers with the demo's
+tokenizer, 20 MB: whatever runs a V4.1 here can be tried on it.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from fathom.model.checkpoint.published import published_tensors
 from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CapacityError, ConfigError
+from fathom.runtime.options import DEMO
 from fathom.runtime.output import making, write_json
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.console import Console
@@ -30,8 +34,9 @@ from fathom.scripts.paths import Makes, Reads
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.make_checkpoint", description=__doc__)
-    p.add_argument("--config", action=Reads, required=True, help="a published config.json, in DeepSeek's dialect")
-    p.add_argument("--layers", required=True, help="the first N layers, or a list: 2,3 (one layer: 3,)")
+    p.add_argument("--config", action=Reads, help="a published config.json, in DeepSeek's dialect")
+    p.add_argument("--layers", help="with --config, the first N layers, or a list: 2,3 (one layer: 3,)")
+    p.add_argument("--small-v41", action="store_true", help="a small DeepSeek-V4.1, with the demo's tokenizer")
     p.add_argument("--out", action=Makes, required=True, help="folder to write; must not exist, or be empty")
     p.add_argument("--seed", type=int, default=0, help="another seed, other weights (default 0)")
     return p
@@ -40,9 +45,35 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
+    if args.small_v41:
+        if args.config is not None or args.layers is not None:
+            raise ConfigError("--small-v41: excludes --config and --layers")
+        return run_small(args)
+    if args.config is None or args.layers is None:
+        raise ConfigError("want --config and --layers, or --small-v41")
     obj = read_json(args.config)
     config = ModelConfig.from_json(obj, str(args.config))
+    if config.v41 is not None:
+        raise ConfigError(f"{args.config}: layers of a DeepSeek-V4.1 need each other; --small-v41 writes a small model")
     return run(args, obj, config)
+
+
+def run_small(args: argparse.Namespace) -> int:
+    """Write a small V4.1; returns the exit status."""
+    from fathom.scripts.make.shards import total_bytes
+    from fathom.scripts.make.small_v41 import small_v41, tokenizer_of_v41
+
+    with making(args.out) as folder:
+        tokenizer_of_v41(DEMO, folder)
+        obj = small_v41(folder)
+        tensors = published_tensors(config := ModelConfig.from_json(obj, "--small-v41"), "fp4")
+        check_room(args.out, nbytes := total_bytes(tensors))
+        write(folder, tensors, args.seed, nbytes)
+        write_json(folder / "config.json", obj, indent=2)
+    layers = config.num_hidden_layers
+    print(f"{args.out}: a DeepSeek-V4.1 of {layers} layers: {len(tensors):,} tensors, {nbytes:,} bytes", file=sys.stderr)
+    print("its weights are random: what it writes means nothing", file=sys.stderr)
+    return 0
 
 
 def run(args: argparse.Namespace, obj: Mapping[str, Any], whole: ModelConfig) -> int:

@@ -13,7 +13,15 @@ from fathom.model.files import read_text
 from fathom.runtime.errors import PromptError
 from fathom.runtime.options import RunOptions, checked_config
 from fathom.runtime.text.dsml import from_json
-from fathom.runtime.text.encoding import check_chat_format, effort_text, encode_messages, raw_text
+from fathom.runtime.text.encoding import (
+    V41,
+    check_chat_format,
+    effort_text,
+    effort_text_v41,
+    encode_messages,
+    is_v41,
+    raw_text,
+)
 from fathom.runtime.text.messages import Message, check_messages, load_messages, user_message
 from fathom.runtime.text.segments import BOS, EOS, Control, Segment, Text
 from fathom.runtime.text.tokenizer import Tokenizer
@@ -163,7 +171,8 @@ def prompt_segments(args: argparse.Namespace, config: Config, tokenizer: Tokeniz
 def _chat(messages: list[Message], args: argparse.Namespace, config: Config, where: str) -> list[Segment]:
     """Messages in the chat format, up to where the model answers."""
     check_chat_format(config, args.model)
-    segments = encode_messages(messages, thinking=args.think, effort=effort(args.effort))
+    asked = effort(args.effort, config)
+    segments = encode_messages(messages, thinking=args.think, effort=asked, v41=is_v41(config))
     if [segment for segment in segments if isinstance(segment, Control)][-1] in (BOS, EOS):
         raise PromptError(f"{where}the last message asks for no answer, nothing is left to generate")
     return segments
@@ -205,14 +214,18 @@ def check_prompt_flags(args: argparse.Namespace) -> None:
         raise PromptError("--load-state: --raw and --think say how to encode a prompt, and there is none")
 
 
-def effort(choice: str | None) -> str:
-    """Return the text that --effort asks for, "" for none; PromptError for what it cannot be."""
+def effort(choice: str | None, config: Config) -> str:
+    """Return the text that --effort asks for, "" for none; PromptError for what it cannot be of this model."""
     if choice is None:
         return ""
     revision, colon, level = choice.partition(":")
     if not colon:
         raise PromptError(f"--effort {choice}: want REVISION:LEVEL, for example preview:max")
+    if is_v41(config) and revision != V41:
+        raise PromptError(f"--effort {choice}: the model is a DeepSeek-V4.1, want {V41}:LEVEL")
     try:
+        if is_v41(config):
+            return effort_text_v41(int(level) if level.isascii() and level.isdigit() else level)
         return effort_text(revision, level)
     except PromptError as error:
         raise PromptError(f"--effort {choice}: {error}") from error

@@ -1,6 +1,6 @@
 """V4.1's candidates: one layer opens blocks of entries for each token, among which later layers select.
 
-PyTorch on every device, one implementation for all op sets: in tiles of tokens, each with the scores of all entries.
+PyTorch on every device, in tiles of tokens, each with the scores of all entries: no op set has another.
 """
 
 from collections.abc import Iterator
@@ -80,3 +80,19 @@ def _tiles(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int) 
         scores = index_scores(q[part], head_weights[part], whole)
         seen = visible_entries(first + start, len(scores), ratio, q.device)[:, None]
         yield scores.masked_fill(torch.arange(whole.shape[0], device=q.device) >= seen, float("-inf")), seen
+
+
+def open_blocks_scratch(tokens: int, heads: int, width: int, entries: int, blocks: int) -> int:
+    """Bytes alive at most in `open_blocks`, the result of so many blocks a token included."""
+    return _scratch(tokens, heads, width, entries) + tokens * blocks * 12
+
+
+def select_open_scratch(tokens: int, heads: int, width: int, entries: int, k: int) -> int:
+    """Bytes alive at most in `select_open`, the result included."""
+    return _scratch(tokens, heads, width, entries) + tokens * min(k, entries) * 12
+
+
+def _scratch(tokens: int, heads: int, width: int, entries: int) -> int:
+    """Keys in fp32, and of a tile queries, scores of heads twice, and scores, masks, order and sorted ones."""
+    some = min(tokens, max(1, SCORES // (heads * max(1, entries))))
+    return entries * width * 4 + some * (heads * (width * 4 + entries * 8) + entries * 40)

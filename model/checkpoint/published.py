@@ -8,9 +8,9 @@ where they are asked for. The config.json of each release is in the folder `mode
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
+from fathom.kernels.formats.groups import FP4_BLOCK, ROW_BLOCK
 from fathom.model.checkpoint.mtp import Head, head_parameters
-from fathom.model.checkpoint.names import Kind, Parameter, parameters
+from fathom.model.checkpoint.names import Kind, Parameter, parameters, vision_tensors
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 
@@ -38,8 +38,8 @@ def published_tensors(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor of the published checkpoint of an architecture, without or with its draft head.
 
-    Linears are FP8 with a scale for each 128 x 128 block, routed experts are that too or FP4 with a scale for each 32
-    columns of a row; embedding, head, norms, compressors, gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
+    Linears are FP8 with a scale for each 128 x 128 block (V4.1: 32 x 32), routed experts are that too or FP4 with a
+    scale for each 32 columns of a row, V4.1's n-gram tables FP8 with such a scale; embedding, head, norms, compressors, gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
     gates' biases F32; `tid2eid` I64.
 
     Parameters
@@ -70,18 +70,22 @@ def published_tensors(
     added = {} if head is None else head_parameters(head, config)
     for name, parameter in (parameters(config) | added).items():
         fp4 = experts == "fp4" and ".ffn.experts." in name
-        stored |= _stored(name, parameter, "fp4" if fp4 else "fp8", scale)
-    return stored
+        stored |= _stored(name, parameter, "fp4" if fp4 else "fp8", scale, config.fp8_block)
+    return stored | {name: ("BF16", shape) for name, shape in vision_tensors(config).items()}
 
 
-def _stored(name: str, parameter: Parameter, form: Experts, scale: ScaleType) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What one parameter is stored as."""
-    if parameter.kind != "matrix":
+def _stored(
+    name: str, parameter: Parameter, form: Experts, scale: ScaleType, block: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What one parameter is stored as, a matrix in FP8 with a scale for each square block."""
+    if parameter.kind not in {"matrix", "rows"}:
         return {name: (_PLAIN[parameter.kind], parameter.shape)}
     rows, columns = parameter.shape
     of_scale = f"{name.removesuffix('.weight')}.scale"
+    if parameter.kind == "rows":
+        return {name: ("F8_E4M3", (rows, columns)), of_scale: ("F8_E8M0", (rows, columns // ROW_BLOCK))}
     if form == "fp8":
-        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        blocks = (-(-rows // block), -(-columns // block))
         return {name: ("F8_E4M3", (rows, columns)), of_scale: (scale, blocks)}
     if columns % FP4_BLOCK != 0:
         raise ConfigError(f"{name} has {columns} columns: FP4 wants a multiple of {FP4_BLOCK}")

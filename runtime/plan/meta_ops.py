@@ -34,7 +34,8 @@ def on_meta(ops: Ops, alive: Alive, values: Values) -> Ops:
     made: dict[str, Any] = {"name": ops.name}
     for name, op in ops._asdict().items():
         if name != "name":
-            made[name] = _told(name, op, alive, values) if name == "store" or backend(op) != "reference" else op
+            runs = backend(op) == "reference" and name not in {"store", "open_blocks", "select_open"}
+            made[name] = op if runs else _told(name, op, alive, values)
     apart = ("experts", "experts_fp8") if reads_apart(ops) else ()  # one expert after the other
     for name in COMPOSED:
         if name in apart or name not in _RESULTS or backend(getattr(ops, name)) == "reference":
@@ -83,6 +84,13 @@ def _of_experts(x: Tensor, ids: Tensor, *_: Any, summed: bool = True, **__: Any)
     return empty(*x.shape) if summed else x.new_empty(*ids.shape, x.shape[1])
 
 
+def _blocks(keys: Any, first: int, ratio: int, size: int, count: int) -> int:
+    """Blocks that `open_blocks` gives a token."""
+    del first, ratio
+    blocks: int = -(-keys.shape[0] // size)
+    return min(count, blocks)
+
+
 # What ops make that do not run here.
 _RESULTS: Final[dict[str, Callable[..., Any]]] = {
     **dict.fromkeys(
@@ -98,6 +106,8 @@ _RESULTS: Final[dict[str, Callable[..., Any]]] = {
     "unpack_fp8": lambda x, group, dtype: empty(len(x), x.shape[1] * group // (group + 1), dtype=dtype),
     "pool": lambda kv, *_: empty(len(kv), kv.shape[2]),
     "select": lambda q, _, keys, *more: empty(len(q), min(more[2], keys.shape[0]), dtype=torch.int32),
+    "open_blocks": lambda q, _, keys, *more: empty(len(q), _blocks(keys, *more), dtype=torch.int32),
+    "select_open": lambda q, _, keys, *more: empty(len(q), min(more[2], keys.shape[0]), dtype=torch.int32),
     "hyper_weights": _weights,
     "head_weights": lambda streams, *_: empty(*streams.shape[:2]),
     "collapse": _first,
@@ -147,6 +157,8 @@ _SIZES: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "pack_fp8": lambda x, group: (x.numel(), group, x.itemsize),
     "unpack_fp8": lambda x, group, dtype: (x.numel() * group // (group + 1), group, dtype.itemsize),
     "select": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2], _stored_as(keys), q.itemsize),
+    "open_blocks": lambda q, _, keys, *more: (*q.shape, keys.shape[0], _blocks(keys, *more)),
+    "select_open": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2]),
     "attend": _of_attended,
     **dict.fromkeys(("hyper_weights", "read_streams"), lambda streams, *_: (*streams.shape, streams.itemsize)),
     "experts": lambda x, ids, _, w1, *__: _of_stack(x, ids, w1, x.shape[1], w1.shape[0]),

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fathom.model.architectures import Config
 from fathom.model.llama.config import LlamaConfig
@@ -64,6 +64,7 @@ EFFORTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
+V41: Final = "4.1"  # its revision in --effort
 EFFORTS_V41: Mapping[str, int] = MappingProxyType({"low": 50, "high": 75, "xhigh": 75, "max": 100})
 
 
@@ -102,6 +103,11 @@ def effort_text_v41(effort: str | int) -> str:
     if number is None or not 1 <= number <= 100:
         raise PromptError(f"reasoning effort: {effort!r} is none of {', '.join(EFFORTS_V41)}, nor from 1 to 100")
     return f"Reasoning Effort: {number} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+
+
+def is_v41(config: Config) -> bool:
+    """Whether a model's prompts are V4.1's."""
+    return not isinstance(config, LlamaConfig) and config.v41 is not None
 
 
 def check_chat_format(config: Config, where: Path) -> None:

@@ -38,6 +38,9 @@ _MOMENTS: Final = {
     "attn_sink": (0.0, 1.0),
     "ape": (0.0, 0.5),
     "gate.bias": (0.0, 0.2),
+    "gate.bias_vl": (0.0, 0.2),
+    "engram.q_weight": (1.0, 0.1),
+    "engram.k_weight": (1.0, 0.1),
     "_base": (0.0, 0.5),  # of mHC
     "_scale": (0.5, 0.1),  # of mHC
 }

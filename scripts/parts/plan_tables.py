@@ -149,7 +149,8 @@ def _published_llama(facts: LlamaConfig) -> Subject:
 
 
 def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: str) -> Subject:
-    said = read_json(path).get("expert_dtype")
+    obj = read_json(path)
+    said = obj.get("expert_dtype") if facts.v41 is None else obj["quantization_config"].get("expert_dtype")
     chosen = experts or next((form for form in EXPERT_DTYPES if form == said), None)
     if chosen is None:
         found = "no expert_dtype" if said is None else f"expert_dtype {said!r:.40}"
