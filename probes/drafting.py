@@ -72,6 +72,7 @@ class DraftingProbe(Probe):
 
     name: ClassVar[str] = "drafting"
     question: ClassVar[str] = "Does drafting change a token or what is remembered, and do heads draft as they should?"
+    of_v41: ClassVar[bool] = True
     reads: ClassVar[tuple[Site, ...]] = (sites.STREAMS,)
     in_drafts: ClassVar[bool] = True
     background: ClassVar[str] = """\

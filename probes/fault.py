@@ -131,6 +131,11 @@ def layers(*kinds: LayerKind) -> Condition:
     return lambda config: None if set(kinds) & set(config.layer_kinds) else f"the model has no {names} layer"
 
 
+def of_v4(config: ModelConfig) -> str | None:
+    """A V4: faults of V4.1 are put into layers of the oracle alone (`probes.judge.faults_v41`)."""
+    return None if config.v41 is None else "it is put into a DeepSeek-V4, this is a V4.1"
+
+
 def all_of(*conditions: Condition) -> Condition:
     """Each of these; the first that is not met is told."""
     return lambda config: next((why for condition in conditions if (why := condition(config)) is not None), None)
@@ -177,7 +182,7 @@ class Place(Generic[Change]):
             in_runtime=self.in_runtime,
             in_drafts=self.in_drafts,
             whole_calls=whole_calls,
-            inapplicable=needs,
+            inapplicable=all_of(of_v4, needs),
         )
         return self.too(name)
 

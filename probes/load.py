@@ -21,7 +21,7 @@ from fathom.kernels.formats.stored import Dense, Weight
 from fathom.kernels.ops import Ops
 from fathom.model.cache.layers import LayerCache
 from fathom.model.checkpoint.census import Census
-from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
+from fathom.model.checkpoint.tensor_mapping import TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
@@ -71,11 +71,11 @@ class Files:
             data = stored[start:stop]
         scale = overall = None
         if mapping.scale is not None:
-            tall = 128 if mapping.form in (Form.FP8, Form.FP8_F32) else 1
+            tall = mapping.block or 1
             scale = self.shards[mapping.scale].get_slice(mapping.scale)[start // tall : -(-stop // tall)]
         if mapping.global_scale is not None:
             overall = self.shards[mapping.global_scale].get_tensor(mapping.global_scale)
-        return decoded(mapping.form, data, scale, overall)
+        return decoded(mapping.form, data, scale, overall, mapping.block)
 
 
 @dataclass(slots=True)

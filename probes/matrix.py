@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from fathom.probes.fault import Fault
 from fathom.probes.finding import JSON, TRIPWIRE
-from fathom.probes.probe import Probe, attempt, silent
+from fathom.probes.probe import Probe, attempt, lacks, silent
 from fathom.probes.subject import Subject
 
 
@@ -60,7 +60,7 @@ def _cell(probe: Probe, subject: Subject) -> Cell:
         why = _cannot_show(probe, subject.fault) or subject.fault.inapplicable(subject.config)
     if why is None:
         healthy = replace(subject, fault=None)
-        why = probe.needs(healthy) or probe.vacuous(healthy)
+        why = lacks(probe, healthy) or probe.vacuous(healthy)
     if why is not None:
         return Cell(Outcome.NOT_APPLICABLE, why)
     ran = attempt(probe, subject, silent)  # one that breaks down is a failure, and the other cells are run

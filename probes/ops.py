@@ -418,6 +418,7 @@ class OpsProbe(Probe):
 
     name: ClassVar[str] = "ops"
     question: ClassVar[str] = "Do the ops compute their equations at edges that a prompt does not reach?"
+    of_v41: ClassVar[bool] = True
     reads: ClassVar[tuple[Site, ...]] = ()
     background: ClassVar[str] = """\
 A prompt shows an op what the prompt brings. An attention kernel has to get its sink right for every mixture of what a

@@ -29,6 +29,7 @@ class Probe(Protocol):
     in_drafts: ClassVar[bool] = False  # drafts tokens and takes them back; all others run each token once
     by_name: ClassVar[bool] = False  # an experiment that takes long or needs more than a model: never in `all`
     of_llama: ClassVar[bool] = False  # runs Llama-family checkpoints
+    of_v41: ClassVar[bool] = False  # runs DeepSeek-V4.1
     options: ClassVar[RunOptions] = RunOptions()  # of the run whose page is in audits
     of_fathom: ClassVar[bool] = False  # asks about Fathom, hardly about a checkpoint: in `all` of the demo alone
     noticed: ClassVar[str] = ""  # Markdown: what surprised us on the demo checkpoint, in words; shown for it alone
@@ -102,7 +103,7 @@ class Run:
 def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
     """Run one probe; a vacuous run and a tripwire are reports that fail."""
     started = time.perf_counter()
-    why = probe.needs(subject) or probe.vacuous(subject)
+    why = lacks(probe, subject) or probe.vacuous(subject)
     ended = False
     if why is not None:
         report = Report(f"Nothing was shown: {why}.", (vacuous(probe.question, why),))
@@ -115,10 +116,17 @@ def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
     return Run(probe, report, time.perf_counter() - started, ended)
 
 
+def lacks(probe: Probe, subject: Subject) -> str | None:
+    """`Probe.needs`; and a V4, of a probe that is not built for V4.1."""
+    if not probe.of_v41 and not probe.of_llama and subject.config.v41 is not None:
+        return "it is not built for DeepSeek-V4.1"
+    return probe.needs(subject)
+
+
 def unmet(probe: Probe, subject: Subject) -> str | None:
     """`Probe.needs`; None where it breaks down, which `attempt` will tell."""
     try:
-        return probe.needs(subject)
+        return lacks(probe, subject)
     except Exception:  # noqa: BLE001 -- see `attempt`
         return None
 

@@ -172,6 +172,7 @@ class Same(Probe):
 
     name: ClassVar[str] = "same"
     question: ClassVar[str] = "Where do two ways to run a prompt first part: which site, layer and token?"
+    of_v41: ClassVar[bool] = True
     reads: ClassVar[tuple[Site, ...]] = KEPT
     background: ClassVar[str] = """\
 A prompt can be run in many ways that should make no difference: with the equations written out (`reference`) or in

@@ -30,12 +30,13 @@ from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.transformer import Transformer
 from fathom.probes.judge.naming import TOKENS
 from fathom.probes.judge.oracle import has
-from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, WHOLE_MODEL, stored_name
+from fathom.probes.judge.recording import IN_FP32, OF_ENTRIES, WHOLE_MODEL, kept_of, stored_name
 from fathom.probes.subject import Subject
 from fathom.runtime.options import RunOptions
 from fathom.runtime.output import reserved
 
 HEAD_ROWS: Final = 64  # rows of logits that are made at a time
+OF_ROWS: Final = (sites.SELECTED, sites.CANDIDATES)  # as many as there are entries, until there are enough
 STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
 WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name, sites.EXPERT_LOGITS.name)
 EXPORTER: Final = Path(probes.__path__[0]).parent / "scripts" / "exporters" / "record_transformers.py"
@@ -103,8 +104,8 @@ def run(way: Way, subject: Subject, tokens: Sequence[int], path: Path) -> None:
 def without_transformers(subject: Subject) -> str | None:
     """Why transformers cannot run this model here; None when it can."""
     config = subject.config
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
+    if config.v41 is not None or importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed" if config.v41 is None else "transformers has no DeepSeek-V4.1"
     release = metadata.version("transformers")
     if tuple(int(part) for part in re.findall(r"\d+", release)[:2]) < OLDEST:
         return f"transformers {release} is installed, want {'.'.join(map(str, OLDEST))} or later"
@@ -158,7 +159,7 @@ def record(
     tokens: Sequence[int],
     lengths: Sequence[int],
     path: Path | None,
-    kept: Sequence[Site] = KEPT,
+    kept: Sequence[Site] | None = None,
     layers: Sequence[int] | None = None,
     *,
     steer: Mapping[Site, Listener] | None = None,
@@ -175,13 +176,14 @@ def record(
     path
         The file, replaced when all is written; None on a rank of which another writes it: all ranks see all of it.
     kept, layers
-        Sites, and layers of which they are kept; None: all, and what is behind the last layer.
+        Sites, None: the usual ones; and layers of which they are kept, None: all, and what is behind the last layer.
     steer
         Listeners that write into what passes before it is recorded.
     after
         Called after each call.
 
     """
+    kept = kept_of(model.config) if kept is None else kept
     chosen = range(model.config.num_hidden_layers) if layers is None else layers
     planned = _planned(model.config, kept, chosen, len(tokens), model.arithmetic.dtype, whole=layers is None)
     ids, start = torch.tensor(tokens, device=model.device), 0
@@ -219,13 +221,15 @@ def _planned(
             if site.name in OF_ENTRIES:
                 rows = entries
             free = min(config.index_topk, entries) if site == sites.SELECTED else 0
+            if site == sites.CANDIDATES and config.v41 is not None:
+                free = min(config.v41.candidate_blocks, -(-entries // config.v41.candidate_block_size))
             shape = (rows, *(known.get(axis, free) for axis in site.shape.split()[1:]))
             found[stored_name(site.name, layer)] = _dtype(site, dtype), shape
     return found
 
 
 def _dtype(site: Site, dtype: torch.dtype) -> torch.dtype:
-    if site == sites.SELECTED:
+    if site in OF_ROWS:
         return torch.int32
     if site == sites.EXPERT_IDS:
         return torch.int64
@@ -247,7 +251,7 @@ def _writers(
                 steer[site](layer, x)
             if site != sites.LOGITS and (place := stored_name(site.name, layer)) in planned:
                 dtype, shape = planned[place]
-                if site == sites.SELECTED:
+                if site in OF_ROWS:
                     x = torch.nn.functional.pad(x, (0, shape[1] - x.shape[1]), value=-1)
                 write(place, x.to(dtype))
 

@@ -93,9 +93,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     if not args.raw:  # before the weights: what the format needs should be there
         check_chat_format(config, args.model)
         asked = effort(args.effort, config)
-        tokenizer.encode(
-            encode_messages(user_message("?"), thinking=args.think, effort=asked, v41=is_v41(config))
-        )
+        tokenizer.encode(encode_messages(user_message("?"), thinking=args.think, effort=asked, v41=is_v41(config)))
     return run(args, config, tokenizer, watch)
 
 

@@ -71,7 +71,9 @@ def run_small(args: argparse.Namespace) -> int:
         write(folder, tensors, args.seed, nbytes)
         write_json(folder / "config.json", obj, indent=2)
     layers = config.num_hidden_layers
-    print(f"{args.out}: a DeepSeek-V4.1 of {layers} layers: {len(tensors):,} tensors, {nbytes:,} bytes", file=sys.stderr)
+    print(
+        f"{args.out}: a DeepSeek-V4.1 of {layers} layers: {len(tensors):,} tensors, {nbytes:,} bytes", file=sys.stderr
+    )
     print("its weights are random: what it writes means nothing", file=sys.stderr)
     return 0
 

@@ -96,7 +96,7 @@ def _record(
     from fathom.model.observe.sites import STEPS
     from fathom.model.transformer import Transformer
     from fathom.probes.fault import BREAKS_DOWN
-    from fathom.probes.judge.recording import KEPT
+    from fathom.probes.judge.recording import kept_of
     from fathom.probes.ways import record
     from fathom.runtime.group.processes import leads, watched_load_any
     from fathom.runtime.load import read_config
@@ -116,8 +116,9 @@ def _record(
         fault.inject(loaded.model)
     set_process(args.threads, loaded)
     hidden = not_shown(faulty.name)
-    shown = [site for site in (*KEPT, *STEPS) if site not in hidden]
-    chosen = check_sites(args.sites, [site.name for site in shown]) or [site.name for site in KEPT]
+    usual_sites = kept_of(config)
+    shown = [site for site in (*usual_sites, *STEPS) if site not in hidden]
+    chosen = check_sites(args.sites, [site.name for site in shown]) or [site.name for site in usual_sites]
     kept = [site for site in shown if site.name in chosen or (args.steps and site in STEPS)]
     console = Console(stderr=True)
     if args.steps:

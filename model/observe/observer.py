@@ -454,6 +454,8 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
     _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
     of_layers = {site: place for site, place in places.items() if site not in whole}
     steps = STEP_PLACES if sites.MIXED in of_layers else {}
+    if sites.FOLDED in places:  # of V4.1, where heads are not normed
+        steps = {**steps, sites.QUERY_UNROTATED: steps[sites.QUERY_UNROTATED]._replace(step=None)}
     for layer, block in enumerate(model.blocks, first_layer):
         missing = set(of_layers) - _wrap_all(observer, block, layer, {**of_layers, **steps})
         kind = type(getattr(block, "attention", None)).__name__

@@ -34,6 +34,13 @@ from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, Replay, has
 PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
 KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
+
+
+def kept_of(config: ModelConfig) -> tuple[Site, ...]:
+    """Sites that a run of a model keeps, unless told."""
+    return KEPT if config.v41 is None else (*KEPT, *OF_V41)
+
+
 BEHIND: Final = {step.name: site.name for step, site in STEPS.items()}
 OF_ENTRIES: Final = (
     *(site.name for site in (sites.ENTRY, sites.INDEX_KEY, sites.INDEX_KEY_USED)),
