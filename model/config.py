@@ -1,9 +1,9 @@
 """The architecture as config.json states it: frozen facts, no defaults, nothing guessed.
 
 Two dialects are read: DeepSeek's own (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and the one
-that transformers saves (`layer_types`, `mlp_layer_types`, `compress_rates`, `rope_parameters`). DeepSeek-V4.1's
-file is read too: a model that is judged (`scripts.compare`) and not run. Refused, by name: every other
-model_type, a missing architecture field, a field this project does not know, and values it does not implement.
+that transformers saves (`layer_types`, `mlp_layer_types`, `compress_rates`, `rope_parameters`). DeepSeek-V4.1's file
+is read too. Refused, by name: every other model_type, a missing architecture field, a field this project does not know,
+and values it does not implement.
 """
 
 import hashlib

@@ -39,10 +39,8 @@ def published_tensors(
     """Every tensor of the published checkpoint of an architecture, without or with its draft head.
 
     Linears are FP8 with a scale for each 128 x 128 block (V4.1: 32 x 32), routed experts are that too or FP4 with a
-    Linears are FP8 with a scale for each 128 x 128 block (V4.1: 32 x 32), routed experts are that too or FP4 with a
     scale for each 32 columns of a row, V4.1's n-gram tables FP8 with such a scale; embedding, head, norms, compressors,
-    gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
-    gates' biases F32; `tid2eid` I64.
+    gates and `weights_proj` are BF16; sinks, `ape`, mHC and the gates' biases F32; `tid2eid` I64.
 
     Parameters
     ----------

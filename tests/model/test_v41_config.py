@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from fathom.kernels.ops import CPU
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.mtp import Head, head_parameters
 from fathom.model.checkpoint.names import parameters, vision_tensors
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import CheckpointError, ConfigError
+from fathom.model.ranks.ranks import Group
+from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions, checked_config
 from fathom.scripts import inspect
 
@@ -82,10 +85,17 @@ def test_quantisation_is_of_its_own_blocks():
         ModelConfig.from_json(obj, "here")
 
 
-def test_no_run_is_made_of_it(tmp_path):
+def test_a_run_of_it_is_one_on_a_cpu(tmp_path):
     (tmp_path / "config.json").write_text(PUBLISHED.read_text())
-    with pytest.raises(ConfigError, match=r"is a DeepSeek-V4\.1 model, which is not run here"):
-        checked_config(tmp_path, RunOptions())
+    checked_config(tmp_path, RunOptions())
+    with pytest.raises(ConfigError, match=r"--device cuda is not built for DeepSeek-V4\.1"):
+        checked_config(tmp_path, RunOptions(device="cuda"))
+    with pytest.raises(ConfigError, match=r"--key-format fp8 is not built for DeepSeek-V4\.1"):
+        checked_config(tmp_path, RunOptions(key_format="fp8"))
+    with pytest.raises(ConfigError, match=r"a run of several ranks is not built for DeepSeek-V4\.1"):
+        load(tmp_path, RunOptions(), CPU, Group(0, 2, None))
+    with pytest.raises(ConfigError, match=r"--ops triton is not built for DeepSeek-V4\.1"):
+        load(tmp_path, RunOptions(), CPU._replace(name="triton"))
 
 
 def summed(shapes):

@@ -17,6 +17,8 @@ class Fake:
     between_ranks = False
     in_variants = False
     in_drafts = False
+    of_llama = False
+    of_v41 = False
     name: str
     report: Report | Tripwire
     idle: bool = False

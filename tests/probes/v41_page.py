@@ -2,7 +2,7 @@
 
 DIR has a random checkpoint in the published form and the tensors that DeepSeek's own code computes of it, in float64
 (`golden_plain`) and as deployed (`golden_deployed`). Faults are put into runs of another random checkpoint, which
-`tests.make_checkpoint` makes.
+`tests.make_checkpoint` makes. Runs of ours are of DIR's checkpoint too.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.config import ModelConfig
 from fathom.probes.finding import JSON, Table, Text, finite, number
 from fathom.probes.judge.checks import Checks, Status
@@ -24,6 +25,9 @@ from fathom.probes.judge.oracle import Ends, Noise, layer_of, sites_of
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.report import Page, write
 from fathom.probes.verdict import first_difference, ids_alike, judge_layers, opened, weights_of
+from fathom.probes.ways import record
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
 from fathom.runtime.report import commit
 from tests.probes.test_v41_faults import CALLS, FIRST, Made, adjusted, named
 
@@ -35,6 +39,10 @@ computed in float64 from the recorded ones before it. Their float64 is stored in
 angles of a rotation are numbers of fp32 in both. The folder with these tensors is not in this repository: DeepSeek's
 code has to be run for it, on a small checkpoint. The table of faults needs none of it, and tests run it
 (`tests/probes/test_v41_faults.py`)."""
+OF_OURS = """\
+The runtime of this project on the same checkpoint and prompt, in one call, and in a call for each token: all its sites
+judged by the oracle, and how far its logits are from theirs. End to end only `plain` can be compared: as deployed, the
+small model chooses other experts after the first rounding that falls otherwise."""
 OF_FAULTS = """\
 A run is the oracle's equations one after the other, each result rounded to bf16; a faulty one has one equation
 exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
@@ -88,6 +96,31 @@ def deployed(golden: Path) -> dict[str, JSON]:
     }
 
 
+def ours(golden: Path) -> list[list[float | str]]:
+    """Runs of this project: numerics, dtype, op set and calls; sites that agree, of how many, and logits from theirs."""
+    config, rows = ModelConfig.from_file(golden / "config.json"), list[list[float | str]]()
+    for numerics, dtype in (("deployed", "bf16"), ("plain", "fp32")):
+        theirs = load_file(golden / f"golden_{numerics}.safetensors")
+        tokens = theirs["tokens"].tolist()
+        for ops in (REFERENCE, CPU):
+            model = load(golden, RunOptions(numerics, dtype), ops, context=len(tokens)).model
+            for calls in ([len(tokens)], [1] * len(tokens)):
+                with tempfile.TemporaryDirectory() as work:
+                    record(model, tokens, calls, out := Path(work) / "own.safetensors")
+                    found = load_file(out)
+                run = opened(
+                    Recording(in_memory(found), config), weights_of(golden, config), dtype, numerics,
+                    alike=ids_alike(golden, config),
+                )  # fmt: skip
+                results = judge_layers(Checks(run.setting, run.recording), None)
+                agree = sum(one.status is Status.AGREES for one in results)
+                far = apart(found["logits"], theirs["logits"].float(), "logits") if numerics == "plain" else ""
+                how = "one call" if len(calls) == 1 else "token by token"
+                rows.append([f"{numerics}, {dtype}", ops.name, how, agree, len(results), far])
+                print(*rows[-1], flush=True)
+    return rows
+
+
 def faults() -> list[list[float | str]]:
     """Each fault, where a run with it differs first, and what is named there."""
     rows: list[list[float | str]] = []
@@ -110,17 +143,24 @@ def faults() -> list[list[float | str]]:
 
 def page(golden: Path, command: str) -> Page:
     """The page."""
-    sites, of_run, of_faults = plain(golden), deployed(golden), faults()
+    sites, of_run, of_ours, of_faults = plain(golden), deployed(golden), ours(golden), faults()
     right = sum(row[0] == row[4] for row in of_faults)
     told = json.loads((golden / "meta.json").read_text(encoding="utf-8"))["official"]
     verdict = (
         f"{of_run['agree']} of {of_run['sites']} sites of DeepSeek's own deployed run agree, and its rounding is found"
         f" ({of_run['numerics']}). In float64 no site is further from theirs than {max(row[2] for row in sites):.1g} of"
-        f" its length. {right} of {len(of_faults)} faults are named first where they were put"
+        f" its length. All sites agree in {sum(row[3] == row[4] for row in of_ours)} of {len(of_ours)} runs of this"
+        f" project. {right} of {len(of_faults)} faults are named first where they were put"
     )
     parts = [
         Text("", HEAD),
         Table("In float64, each site from the recorded ones before it", ("site", "of layers", "apart"), sites),
+        Text("", OF_OURS),
+        Table(
+            "Runs of this project",
+            ("numerics", "ops", "calls", "sites that agree", "of", "logits, plain, apart from theirs"),
+            of_ours,
+        ),
         Text("", OF_FAULTS),
         Table(
             "Faults put in, and what is named",
