@@ -97,7 +97,7 @@ def deployed(golden: Path) -> dict[str, JSON]:
 
 
 def ours(golden: Path) -> list[list[float | str]]:
-    """Runs of this project: numerics, dtype, op set and calls; sites that agree, of how many, and logits from theirs."""
+    """Runs of this project: numerics, op set and calls; sites that agree, of how many, and how far logits are off."""
     config, rows = ModelConfig.from_file(golden / "config.json"), list[list[float | str]]()
     for numerics, dtype in (("deployed", "bf16"), ("plain", "fp32")):
         theirs = load_file(golden / f"golden_{numerics}.safetensors")
