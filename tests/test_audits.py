@@ -112,7 +112,7 @@ def test_every_command_of_a_page_is_there_and_has_its_flags(page):
     """How an audit was made is left out: `test_every_page_names_a_command_that_is_there` has that."""
     text = FOOT.sub("", page.read_text(encoding="utf-8"))
     for found in COMMAND.finditer(text):
-        given = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub('"[^"]*"', "", found["rest"])))
+        given = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", re.sub('"[^"]*"', "", found["rest"])))
         assert given <= flags_of(found["name"]), found[0]
 
 
