@@ -1,4 +1,4 @@
-"""The oracle of the draft heads, preview MTP and DSpark, in float64: what a run's drafts are judged by.
+"""The oracle of the draft heads, preview MTP and DSpark, V4.1's too, in float64: what a run's drafts are judged by.
 
 A stage is a layer of `probes.judge.oracle` behind the main model's: SWA, plain RoPE, experts chosen by score. What a
 head adds is written here from the published equations; of `model` it takes the facts of config.json.
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig, Yarn
 from fathom.model.rounding import Rounding
-from fathom.probes.judge.oracle import MOST, Layer, Noise, Parameters, Part, Setting
+from fathom.probes.judge.oracle import F64, MOST, Layer, Noise, Parameters, Part, Setting
+from fathom.probes.judge.oracle_v41 import Layer41
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,12 @@ class Head(Part):
     def outcome(self, streams: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the last stage's streams [r, n, s, hidden] at positions [n]: hyper head, the same normed, and logits."""
         with self.noise.of(self.prefix, "outcome", rows=at):
-            h = self.hyper_head(streams)
-            normed = self.rms_norm(h, self.parameters[self.name("norm.weight")])
-            return h, normed, self.product(normed, self.parameters["head.weight"])
+            return self.normed_and_logits(self.hyper_head(streams))
+
+    def normed_and_logits(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last stage's streams were read to [r, n, hidden], the same normed, and logits."""
+        normed = self.rms_norm(h, self.parameters[self.name("norm.weight")])
+        return h, normed, self.product(normed, self.parameters["head.weight"])
 
 
 class Stage(Layer):
@@ -180,11 +184,15 @@ class Block(Stage):
         return self.streams[:, at - self.first]
 
 
-class SlotBlock(Block):
-    """The block of a DSpark stage: all slots see the same keys, `rows` [r, n, d] of the main model and their own."""
+class Slots(Layer):
+    """How DSpark's slots attend: all see the same keys, `rows` [r, n, d] of the main model and their own."""
 
-    def __init__(self, head: Head, stage: int, at: Tensor, streams: Tensor, rows: Tensor) -> None:
-        super().__init__(head, stage, at, streams, int(at[0]))
+    rows: Tensor
+    row_positions: Tensor
+    reading: Reading
+
+    def see(self, rows: Tensor) -> None:
+        """Take the rows of the main model; of more than a window has, the last."""
         self.rows = rows[:, -self.config.sliding_window :]
         self.row_positions = torch.arange(rows.shape[1])[-self.config.sliding_window :]
 
@@ -206,6 +214,40 @@ class SlotBlock(Block):
         seen = keys[:, None].expand(-1, len(at), -1, -1)
         sinks = (self.sinks if sinks is None else sinks).clamp(-MOST, MOST)
         yield self.softmax_over(q, seen, hidden, sinks, keys.shape[1])
+
+
+class SlotBlock(Slots, Block):
+    """The block of a DSpark stage."""
+
+    def __init__(self, head: Head, stage: int, at: Tensor, streams: Tensor, rows: Tensor) -> None:
+        super().__init__(head, stage, at, streams, int(at[0]))
+        self.see(rows)
+
+
+class Block41(Layer41):
+    """A stage of V4.1's head: a block over streams, which reads them by the weights that the stage before left."""
+
+    def __init__(self, head: Head, stage: int, at: Tensor) -> None:
+        super().__init__(head.setting, head.config.num_hidden_layers + stage, at)
+        self.prefix, self.reading = f"mtp.{stage}.", head.reading
+        self.rope_theta, self.yarn = self.reading.rotation(self.config)
+
+
+class SlotBlock41(Slots, Block41):
+    """The same, over slots: their streams [r, B, s, hidden] and `pre` [r, B, s]."""
+
+    def __init__(self, head: Head, stage: int, at: Tensor, streams: Tensor, pre: Tensor, rows: Tensor) -> None:
+        super().__init__(head, stage, at)
+        self.streams, self.pre_before = streams, pre
+        self.see(rows)
+
+    def before(self, at: Tensor) -> Tensor:
+        """The streams that were given."""
+        return self.streams[:, at - self.at[0]]
+
+    def read_by(self, part: str, at: Tensor) -> Tensor:
+        """The attention reads by what was given."""
+        return self.pre_before[:, at - self.at[0]] if part == "attention" else super().read_by(part, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +337,17 @@ class Dspark(Head):
     """
 
     points = ("rotation", "main_rows", "first_slot", "key_positions", "block_keys", "hidden", "confident")
+    markov = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+
+    def stage(self, number: int, at: Tensor) -> "Stage | Block41":
+        """A stage that remembers."""
+        return Stage(self, number, at)
+
+    def behind(self, streams: Tensor, main_keys: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`outcome` of the slots at positions [B], through all stages."""
+        for stage, rows in enumerate(main_keys):
+            streams = SlotBlock(self, stage, at, streams, rows).value("streams", at)
+        return self.outcome(streams, at)
 
     def main_keys(self, taps: Tensor) -> tuple[Tensor, ...]:
         """Keys [r, n, d] of each stage.
@@ -302,7 +355,8 @@ class Dspark(Head):
         Parameters
         ----------
         taps
-            [n, targets, s, hidden]: streams behind each target layer, of positions 0 to n - 1.
+            [n, targets, s, hidden]: streams behind each target layer, of positions 0 to n - 1. V4.1's are those that
+            enter the layer, n-grams added.
 
         """
         first, at = Part(self.setting, "mtp.0."), torch.arange(len(taps))
@@ -311,7 +365,7 @@ class Dspark(Head):
             projected = first.linear(main_hidden, "main_proj.weight")
             main_x = self.rms_norm(projected, self.parameters[first.name("main_norm.weight")])
         keys = []
-        for stage in (Stage(self, stage, at) for stage in range(self.stages)):
+        for stage in (self.stage(stage, at) for stage in range(self.stages)):
             with self.noise.of(stage.prefix, "main keys", rows=at):
                 keys.append(self.reading.main_rows(stage.keys(main_x, at), at))
         return tuple(keys)
@@ -332,14 +386,12 @@ class Dspark(Head):
         first = self.reading.first_slot(main_keys[0].shape[1] - 1)
         at = first + torch.arange(len(slots))
         streams = self.main.looked_up("embed.weight", slots)[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
-        for stage, rows in enumerate(main_keys):
-            streams = SlotBlock(self, stage, at, streams, rows).value("streams", at)
-        h, normed, base = self.outcome(streams, at)
+        h, normed, base = self.behind(streams, main_keys, at)
         previous, found, before, ids = slots[0], [], [], []
         for slot in range(len(slots)):
             with self.noise.of(self.prefix, "markov", rows=at[slot : slot + 1]):
-                before.append(self.looked_up("markov_head.markov_w1.weight", previous[None]))
-                term = self.linear(before[-1], "markov_head.markov_w2.weight")
+                before.append(self.looked_up(self.markov[0], previous[None]))
+                term = self.linear(before[-1], self.markov[1])
                 found.append(self.noise.moved(base[:, slot : slot + 1] + term))
             ids.append(found[-1][0, 0].argmax())
             previous = ids[slot] if chosen is None or slot == len(chosen) else chosen[slot]
@@ -348,3 +400,23 @@ class Dspark(Head):
         with self.noise.of(self.prefix, "confidence", rows=at):
             confidence = self.linear(joined, "confidence_head.proj.weight")[..., 0]
         return DsparkDraft(h, base, torch.cat(found, 1), torch.stack(ids), confidence)
+
+
+class Dspark41(Dspark):
+    """V4.1's: `pre` is carried from stage to stage, and the last one's reads the streams; there is no hyper head."""
+
+    markov = "markov_head.embed.weight", "markov_head.head.weight"
+
+    def stage(self, number: int, at: Tensor) -> Block41:
+        """A stage that remembers."""
+        return Block41(self, number, at)
+
+    def behind(self, streams: Tensor, main_keys: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`outcome` of the slots at positions [B], through all stages."""
+        pre = torch.zeros(1, len(at), self.config.hc_mult, dtype=F64)
+        pre[..., 0] = 1
+        for number, rows in enumerate(main_keys):
+            stage = SlotBlock41(self, number, at, streams, pre, rows)
+            streams, pre = stage.value("streams", at), stage.value("experts.pre", at)
+        with self.noise.of(self.prefix, "outcome", rows=at):
+            return self.normed_and_logits(self.collapsed(streams, pre))

@@ -14,11 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import ROUNDINGS
 from fathom.probes.judge.checks import Checks, Status
+from fathom.probes.judge.draft_oracle import FAULTS as FAULTS_OF_DRAFTS
+from fathom.probes.judge.draft_oracle import Dspark41, SlotBlock41
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.engram import multipliers, primes, table_rows
 from fathom.probes.judge.faults_v41 import explained
-from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_ROW, Ends, Noise, layer_of, sites_of
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_ROW, Ends, Noise, Parameters, layer_of, sites_of
 from fathom.probes.judge.oracle_v41 import E2M1_ENTRY, Layer41
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.verdict import ids_alike, judge_layers, layers_needed, opened, weights_of
@@ -278,3 +281,70 @@ def test_the_command_on_their_file(tmp_path, capsys):
     assert compare.main([*command, str(tmp_path / "wrong.safetensors"), "--no-identify"]) == 1
     shown = capsys.readouterr().out
     assert "First difference: layer 6 attention.input, position 50" in shown
+
+
+# --- the draft head
+
+
+def drafting(config, which, replicas=0):
+    dtype = torch.float32 if which == "plain" else torch.bfloat16
+    parameters = Parameters.of(GOLDEN, config, head=True)
+    return Dspark41(config, parameters, stages=3, rounding=ROUNDINGS[which], noise=Noise(dtype, replicas))
+
+
+def taps_of(found, config):
+    """Streams that enter the target layers; no n-grams are added before any of these."""
+    targets = config.dspark.target_layer_ids
+    assert not {*targets} & {*config.v41.engram.layer_ids}
+    return torch.stack([found[f"layers.{layer - 1}.streams"].double() for layer in targets], 1)
+
+
+def slots_of(found, config):
+    noise = [config.dspark.noise_token_id] * (config.dspark.block_size - 1)
+    return torch.tensor([int(found["draft.tokens"][0]), *noise])
+
+
+def test_plain_a_draft_is_theirs(config):
+    """Three slots through three stages, end to end: their float64, stored in float32."""
+    found, head = tensors("plain"), drafting(config, "plain")
+    taps = taps_of(found, config)
+    draft = head.draft(head.main_keys(taps), slots_of(found, config))
+    assert draft.ids.tolist() == found["draft.tokens"][1:].tolist()
+    for ours, theirs in (
+        (taps.mean(2).flatten(1), found["draft.taps"]),
+        (draft.logits[0], found["draft.logits"]),
+        (draft.confidence[0], found["draft.confidence"]),
+    ):
+        assert float((ours - theirs.double()).norm() / theirs.double().norm()) < 2e-6
+
+
+@pytest.mark.parametrize("which", ["plain", "deployed"])
+def test_each_stage_is_theirs_from_what_entered_it(config, which):
+    """As deployed within twice of what rounding does to 32 runs, each site from the streams that entered the stage."""
+    found, head = tensors(which), drafting(config, which, 32)
+    keys, at = head.main_keys(taps_of(found, config)), TOKENS + torch.arange(config.dspark.block_size)
+    streams = head.main.looked_up("embed.weight", slots_of(found, config))[:, :, None].expand(-1, -1, 4, -1)
+    pre = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64).expand(1, len(at), -1)
+    for stage in range(3):
+        block = SlotBlock41(head, stage, at, streams, pre, keys[stage])
+        for site in ("attention.input", "attention.mixed", "attention.streams", "experts.input", "streams"):
+            values, theirs = block.value(site, at), found[f"mtp.{stage}.{site}"].double()
+            off = ((theirs - values[0]).flatten(1).norm(dim=1) / values[0].flatten(1).norm(dim=1)).max()
+            spread = ((values[1:] - values[:1]).flatten(2).norm(dim=2) / values[0].flatten(1).norm(dim=1)).max()
+            assert off <= 2 * spread + 2e-6, (stage, site, float(off), float(spread))
+        streams = found[f"mtp.{stage}.streams"].double()[None]
+        pre = found[f"mtp.{stage}.experts.pre"].double()[None]
+
+
+@pytest.mark.parametrize(
+    "reading", ["block-causal", "rope-of-compressed-layers", "confidence-normed", "block-one-early"]
+)
+def test_a_head_read_otherwise_is_not_theirs(config, reading):
+    found = tensors("plain")
+    head = drafting(config, "plain")
+    head.reading = FAULTS_OF_DRAFTS[reading]
+    draft = head.draft(head.main_keys(taps_of(found, config)), slots_of(found, config))
+    pair = (draft.confidence[0], found["draft.confidence"]) if reading == "confidence-normed" else (
+        draft.logits[0], found["draft.logits"],
+    )  # fmt: skip
+    assert float((pair[0] - pair[1].double()).norm() / pair[1].double().norm()) > 1e-3
