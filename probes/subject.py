@@ -1,5 +1,6 @@
 """`Subject`: the runtime under test, and what it is given to read."""
 
+import itertools
 import pickle
 import random
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,7 @@ class Subject:
         """`count` token ids to run, BOS first as of any text, the same in every call and every process.
 
         The given text, repeated as needed; else a needle document of the demo language where the checkpoint speaks it;
-        else ids drawn at random from the whole vocabulary.
+        else ids drawn at random from the whole vocabulary, but for that of V4.1's images.
         """
         if self.prompt is not None:
             given = raw_ids(self.prompt, self.config, Tokenizer(self.directory, self.config.vocab_size))
@@ -158,7 +159,9 @@ class Subject:
             assert len(ids) >= count, f"a document of {len(ids)} tokens, want {count}"
             return ids[:count]
         drawn = random.Random(f"tokens {self.seed}")  # noqa: S311 -- a prompt, not a secret
-        return [self.config.bos_token_id, *(drawn.randrange(self.config.vocab_size) for _ in range(count - 1))]
+        image = None if self.config.v41 is None else self.config.v41.image_token_id  # which is no text
+        every = (drawn.randrange(self.config.vocab_size) for _ in itertools.count())
+        return [self.config.bos_token_id, *itertools.islice((id_ for id_ in every if id_ != image), count - 1)]
 
 
 def _arrived(

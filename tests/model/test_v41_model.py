@@ -14,6 +14,7 @@ from fathom.model.engram import table_primes
 from fathom.model.errors import ConfigError
 from fathom.model.hyper import HyperConnection
 from fathom.model.v41 import DelayedConnection, EntryMaker, KeyMaker, WindowAttention
+from fathom.probes.subject import Subject
 from fathom.probes.ways import record
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
@@ -295,3 +296,18 @@ def test_tables_of_other_sizes_are_refused(small):
     assert config.v41 is not None
     tables = config.v41.engram
     assert [sum(primes) for primes in table_primes(tables)] == list(tables.rows)
+
+
+def test_drawn_tokens_are_text(small):
+    subject = Subject(small, RunOptions())
+    image = subject.config.v41.image_token_id
+    drawn = subject.tokens(20_000)
+    assert image not in drawn
+    assert {*range(subject.config.vocab_size)} - {*drawn} == {image}
+
+
+@pytest.mark.slow  # a minute
+def test_probes_that_are_built_for_it_pass(small, capsys):
+    assert probe.main(["same", "drafting", "--model", str(small), "--quick"]) == 0
+    said = capsys.readouterr().out
+    assert "transformers has no DeepSeek-V4.1" in said
