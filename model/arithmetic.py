@@ -48,7 +48,7 @@ class Arithmetic(NamedTuple):
         return self.ops.select_fp8 if self.fp8_scores else self.ops.select
 
     def linear(self, x: Tensor, weight: Weight, added: Tensor | None = None) -> Tensor:
-        """``x @ W^T``; where linears are rounded, the input of an FP8 or FP4 weight is, to E4M3 per 128 columns.
+        """``x @ W^T``; where linears are rounded, the input of an FP8 or FP4 weight is, to E4M3 by groups of columns.
 
         To the product `added`, float32, may be added in fp32.
         """

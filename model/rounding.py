@@ -12,8 +12,9 @@ from fathom.model.choices import DEPLOYED, NUMERICS, PLAIN
 from fathom.model.errors import ConfigError, quoted
 
 NONE, FP8, FP4 = "none", "fp8", "fp4"
-# Of other runtimes, for a judge: no run here has them. The last three are of V4.1: all in V4's record; the same, of
-# entries that were rounded as DeepSeek rounds them before; all in E4M3 by 32 columns.
+# Of other runtimes, for a judge: no run here has them. The last three are of V4.1, whose own are: inputs of linears and
+# window KV in E4M3 by 32 columns, entries in E2M1 by 16, index queries and keys in E2M1 by 32 without Hadamard. They
+# are: all in V4's record; the same, of entries that were rounded as DeepSeek rounds them before; all in E4M3 by 32.
 F16, GGML = "f16", "ggml"
 RECORD, TWICE, ALL_FP8 = "v4", "fp4+v4", "fp8-all"
 

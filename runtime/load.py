@@ -41,7 +41,7 @@ from fathom.runtime.kernels import prepare_kernels
 from fathom.runtime.kv import check_bases, variants
 from fathom.runtime.loops import prepare_loops
 from fathom.runtime.memory import check_fits
-from fathom.runtime.options import RunOptions, checked_config
+from fathom.runtime.options import RunOptions, check_ranks, checked_config
 from fathom.runtime.plan.experts import Choice, Work, faster
 from fathom.runtime.plan.gpus import named
 from fathom.runtime.plan.planner import Planner
@@ -140,9 +140,9 @@ def _load(
     follow: Callable[[Ranks], None],
 ) -> AnyLoaded:
     """`load`, of either architecture: they differ in config, census and model."""
-    if isinstance(config, ModelConfig) and config.v41 is not None and (group.size > 1 or ops.name == "triton"):
-        what = "--ops triton" if ops.name == "triton" else "a run of several ranks"
-        raise ConfigError(f"{directory}: {what} is not built for DeepSeek-V4.1")
+    check_ranks(config, group.size, directory)
+    if isinstance(config, ModelConfig) and config.v41 is not None and ops.name == "triton":
+        raise ConfigError(f"{directory}: --ops triton is not built for DeepSeek-V4.1")
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory), options.draft)
     device = torch.device(options.device)
@@ -183,7 +183,7 @@ def _load(
     if head is not None:
         install(head, PLACES, head.config.num_hidden_layers)
     for mark in marks:
-        ranks.record("adapters", None, _digits(mark, device))
+        ranks.record("what the model has beside its weights", None, _digits(mark, device))
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
     ranks.verify()
     return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), experts, head))
@@ -212,11 +212,13 @@ def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF
 def _built(
     config: Config, directory: Path, weights: Weights, numerics: Arithmetic, options: RunOptions, mark: str
 ) -> tuple[Model, list[str]]:
-    """The model over weights of this fingerprint, and the fingerprints of what it has beside them: adapters."""
+    """The model over weights of this fingerprint, and of what it has beside them: adapters, V4.1's numbers of ids."""
     if not isinstance(config, LlamaConfig):
         if config.v41 is None:
             return Transformer(config, weights, numerics), []
-        return TransformerV41(config, weights, numerics, torch.tensor(numbers_of(directory, config))), []
+        alike = torch.tensor(numbers_of(directory, config))
+        mark = hashlib.sha256(alike.numpy().tobytes()).hexdigest()  # a saved state has numbers of tokens
+        return TransformerV41(config, weights, numerics, alike), [mark]
     variants = numerics.formats.variants
     if options.coda_adapters is None:
         check_learnt(variants, None)

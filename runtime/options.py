@@ -128,10 +128,17 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
         raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")
 
 
+def check_ranks(config: Config, ranks: int, where: Path) -> None:
+    """Refuse several ranks of a model that runs on one: ConfigError naming `where`."""
+    if ranks > 1 and not isinstance(config, LlamaConfig) and config.v41 is not None:
+        raise ConfigError(f"{where}: a run on {ranks} ranks is not built for DeepSeek-V4.1")
+
+
 def _check_v41(options: RunOptions, where: Path) -> None:
     """Refuse what is not built of V4.1: ConfigError naming the flag."""
+    if options.device != "cpu":
+        raise ConfigError(f"{where}: --device {options.device} is not built for DeepSeek-V4.1; --device cpu is")
     told = {
-        f"--device {options.device}": options.device != "cpu",
         f"--entry-format {options.entry_format}": options.entry_format != "dtype",
         f"--key-format {options.key_format}": options.key_format not in {"dtype", "fp4"},
         f"--kv {' --kv '.join(options.kv)}": bool(options.kv),

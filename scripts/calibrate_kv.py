@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     options = RunOptions("plain", "fp32", args.device, args.prefill_chunk)
     subject = Subject(args.model, options)
     config = subject.config
+    if config.v41 is not None:
+        raise ConfigError(f"{args.model}: a basis is of --kv, which is not built for DeepSeek-V4.1")
     if not with_entries(config):
         raise ConfigError(f"{args.model}: has SWA layers alone, which remember no entries")
     variants([f"all=shard:bits={args.bits}"], config)  # refuses widths that cannot be rotated

@@ -15,6 +15,7 @@ from fathom.model.errors import CapacityError
 from fathom.runtime.errors import PromptError
 from fathom.runtime.options import NEW_TOKENS, RunOptions, usual
 from fathom.runtime.output import write_json
+from fathom.runtime.text.encoding import is_v41
 from fathom.runtime.text.tokenizer import IdStream, StreamDecoder
 from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.console import Console
@@ -192,7 +193,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: "Watch | None", gr
         told = None if tokenizer is None else text
         data |= {"text": told, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
         if tokenizer is not None and segments and not args.raw:  # the rest of a saved answer is no whole message
-            data["message"] = message(tokenizer, record.tokens, segments)
+            data["message"] = message(tokenizer, record.tokens, segments, v41=is_v41(config))
         write_json(args.json, data)
     return 0
 

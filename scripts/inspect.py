@@ -140,7 +140,7 @@ def _head(tensors: Mapping[str, Stored], config: Config, counted: Census) -> dic
         return None
     told = {"kind": counted.mtp_head.value, "stages": counted.mtp_stages}
     if config.v41 is not None:
-        return told | {"not_run_because": "DeepSeek-V4.1 is judged, not run", "weights": None, "bytes": None}
+        return told | {"not_run_because": "--draft is not built for DeepSeek-V4.1", "weights": None, "bytes": None}
     try:
         whole = census(tensors, config, head=True)
     except CheckpointError as error:

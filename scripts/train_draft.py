@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, config: ModelConfig) -> None:
     """Refuse a checkpoint that such a head cannot be trained for here: ConfigError."""
+    if config.v41 is not None:
+        raise ConfigError(f"{args.model}: a draft head of DeepSeek-V4.1 is not trained here")
     if config.vocab_size != (size := vocabulary_size()):
         raise ConfigError(f"{args.model}: vocab_size is {config.vocab_size}, the demo language has {size}")
     if config.num_mtp_layers:

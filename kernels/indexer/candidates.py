@@ -20,7 +20,8 @@ def open_blocks(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: 
     """The blocks of `size` entries that are open to each token, at most `count`.
 
     A block counts as its best visible entry does. The one of the newest visible entry is always open. Of equal blocks
-    the lower is taken first. Source: DeepSeek V4.1's model.py, `Indexer.forward`.
+    the lower is taken first. As long as there are no more than may be open, nothing is scored. Source: DeepSeek V4.1's
+    model.py, `Indexer.forward`.
 
     Parameters
     ----------
@@ -37,6 +38,10 @@ def open_blocks(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: 
     """
     entries = keys.shape[0]
     blocks = -(-entries // size)
+    if blocks <= count:
+        seen = visible_entries(first, len(q), ratio, q.device)[:, None]
+        every = torch.arange(blocks, device=q.device, dtype=torch.int32)
+        return torch.where(every * size < seen, every, -1)
     found = []
     for scores, seen in _tiles(q, head_weights, keys, first, ratio):
         padded = torch.nn.functional.pad(scores, (0, blocks * size - entries), value=float("-inf"))

@@ -41,7 +41,7 @@ def quantise_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     x
         [..., d], d a multiple of `group`.
     group
-        Columns per scale: 128 for the inputs of linears, 64 for KV.
+        Columns per scale: 128 for the inputs of linears, 64 for KV; 32 for both in V4.1.
 
     Returns
     -------

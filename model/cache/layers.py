@@ -43,12 +43,7 @@ class LayerCache(Components):
 
     def ring_stands(self, position: int, first: int) -> list[Stand]:
         """The ring lacks the newest position, or the oldest that `first` sees."""
-        ends = (max(0, first - self.ring.window + 1), position - 1) if position else ()
-        return [
-            Stand("attention.ring", at, self.ring.held_for(at), at)
-            for at in ends
-            if at < position and self.ring.held_for(at) != at
-        ]
+        return lacking("attention.ring", self.ring, position, first)
 
     def stands(self, position: int, first: int) -> list[Stand]:
         """The ring lacks a position, or a closed window has no row."""
@@ -72,6 +67,12 @@ class LayerCache(Components):
             frontier.advance()
             if frontier.position % frontier.ratio == 0:
                 rows.advance()
+
+
+def lacking(site: str, ring: WindowRing, position: int, first: int) -> list[Stand]:
+    """Of the newest position in a ring and the oldest that `first` sees, those that it lacks."""
+    ends = (max(0, first - ring.window + 1), position - 1) if position else ()
+    return [Stand(site, at, ring.held_for(at), at) for at in ends if at < position and ring.held_for(at) != at]
 
 
 class HcaCache(LayerCache):

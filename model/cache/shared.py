@@ -3,11 +3,11 @@
 import torch
 
 from fathom.kernels.formats.stored import Rows, Slots
-from fathom.model.cache.components import Components, Written
+from fathom.model.cache.components import Components, Stand, Written
 from fathom.model.cache.entries import RowCache
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.frontier import Frontier
-from fathom.model.cache.layers import LayerCache
+from fathom.model.cache.layers import LayerCache, lacking
 from fathom.model.cache.variant import Room
 from fathom.model.cache.window import WindowRing
 from fathom.model.config import ModelConfig
@@ -54,6 +54,11 @@ class SharedCache(LayerCache):
             self.keys = variant.key_cache(room._replace(width=config.index_head_dim), formats, device)
             self.key_frontier = Frontier(ratio, config.head_dim, overlap=False, device=device, rewind=rewind)
             self.components |= {"entries": self.entries, "frontier": self.key_frontier, "indexer_keys": self.keys}
+
+    def ring_stands(self, position: int, first: int) -> list[Stand]:
+        """The ring of the window, or that of tokens, lacks the newest position, or the oldest that `first` sees."""
+        tokens = [] if self.tokens is None else lacking("engram.tokens", self.tokens, position, first)
+        return [*super().ring_stands(position, first), *tokens]
 
     def compressed(self) -> list[Written]:
         """What the layer makes itself."""

@@ -9,7 +9,7 @@ from fathom.kernels.formats import ring_reference as ring
 
 
 class WindowRing:
-    """KV of recent positions; position p is row ``p % capacity``.
+    """KV of recent positions, or numbers of their tokens; position p is row ``p % capacity``.
 
     The capacity is the window plus one chunk, less one: a whole chunk can be written before it attends, and its first
     token still finds the window before it. It is the window plus `rewind` at least: when so many tokens are taken back,

@@ -13,7 +13,7 @@ from fathom.model.checkpoint.config_fields import DSPARK
 from fathom.model.checkpoint.header import ITEM_BYTES
 from fathom.model.checkpoint.mtp import (
     COPIES,
-    NOT_JUDGED,
+    NOT_BUILT,
     NOT_RUN,
     FoundHead,
     Head,
@@ -41,7 +41,7 @@ from fathom.model.checkpoint.tensor_mapping import Form, Slice, Source, Stored, 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CheckpointError, did_you_mean, quoted
 
-VISION: Final = "vision: the image tower; text alone is judged"
+VISION: Final = "vision: the image tower; text alone is run and judged"
 UNKNOWN: Final = "unknown name"
 NAMES_IN_MESSAGE: Final = 20  # of each kind of fault; the count says how many there are
 
@@ -207,7 +207,7 @@ def _drafting(
         if copied(stored):
             skipped[stored] = COPIES
         elif not bound or stored in head.unexpected or head.fault:
-            skipped[stored] = NOT_RUN if config.v41 is None else NOT_JUDGED
+            skipped[stored] = NOT_RUN if config.v41 is None else NOT_BUILT
     if head.fault:
         faults.add("draft head", head.fault)
     return replace(head, bound=bound and head.head is not None and head.fault is None)

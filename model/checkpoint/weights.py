@@ -274,7 +274,7 @@ def open_weights(
         if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         if census.demanded[name].kind == "rows":
-            return  # a hundred gigabytes: a scale that is NaN is found where its row is looked up
+            return  # a hundred gigabytes: a scale that is NaN makes streams NaN, which a tripwire sees
         mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
         if mapping.scale is not None and mapping.global_scale is not None:
             _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")
@@ -331,7 +331,7 @@ def is_not_negative(scale: Tensor) -> Tensor:
 def _check_scale(
     checkpoint: Checkpoint, stored: str, shard: AxisShard, fits: Callable[[Tensor], Tensor], want: str
 ) -> None:
-    """Check the scales of a shard of a matrix's rows: FP8 has a row of scales for 128 of them."""
+    """Check the scales of a shard of a matrix's rows: FP8 has a row of scales for a block of them."""
     scale, first = checkpoint.read(stored), 0
     if shard.split:
         rows_per_scale = -(-shard.total // scale.shape[0])  # rows of the matrix for a row of scales

@@ -9,21 +9,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fathom.runtime.errors import PromptError
-from fathom.runtime.text.dsml import from_json, to_json
+from fathom.runtime.text.dsml import V4_TAGS, Tags, from_json, to_json
 from fathom.runtime.text.segments import DSML, EOS, THINK_END, Control, Segment, Text, merge
 
 _SHOWN = 60  # characters of the culprit in an error
 
-# What stands between one DSML token and the next; the bracket at the end belongs to the tag that follows.
-_BLOCK_START = re.compile(r"tool_calls>\n<")
-_INVOKE = re.compile(r'invoke name="([^"]+)">\n\n?(</?)')
-_PARAMETER = re.compile(r'parameter name="([^"]*)" string="(true|false)">(.*)</', re.DOTALL)
-_PARAMETER_END = re.compile(r"parameter>\n(</?)")
-_INVOKE_END = re.compile(r"invoke>\n(</?)")
-_BLOCK_END = re.compile(r"tool_calls>")
+
+class _Between:
+    """What stands between one DSML token and the next; the bracket at the end belongs to the tag that follows."""
+
+    def __init__(self, tags: Tags) -> None:
+        self.block_start = re.compile(rf"{tags.calls}>\n<")
+        self.invoke = re.compile(rf'{tags.invoke} name="([^"]+)">\n\n?(</?)')
+        self.parameter = re.compile(rf'{tags.parameter} name="([^"]*)" string="(true|false)">(.*)</', re.DOTALL)
+        self.parameter_end = re.compile(rf"{tags.parameter}>\n(</?)")
+        self.invoke_end = re.compile(rf"{tags.invoke}>\n(</?)")
+        self.block_end = re.compile(rf"{tags.calls}>")
 
 
-def parse_completion(segments: Sequence[Segment], *, thinking: bool) -> dict[str, Any]:
+def parse_completion(segments: Sequence[Segment], *, thinking: bool, tags: Tags = V4_TAGS) -> dict[str, Any]:
     """The assistant message that a completion says.
 
     Parameters
@@ -33,6 +37,8 @@ def parse_completion(segments: Sequence[Segment], *, thinking: bool) -> dict[str
         in either mode: parse it with `thinking` false.
     thinking
         Whether the prompt ended with `<think>`.
+    tags
+        How the model writes the tags of tool calls.
 
     Returns
     -------
@@ -56,7 +62,7 @@ def parse_completion(segments: Sequence[Segment], *, thinking: bool) -> dict[str
         if not content.endswith("\n\n<"):
             raise PromptError(f"completion: {DSML.name} does not open a tag on a line of its own")
         content = content.removesuffix("\n\n<")
-        calls, rest = _tool_calls(rest)
+        calls, rest = _tool_calls(rest, _Between(tags))
     rest = _after(EOS, rest, "after the message")
     if rest:
         raise PromptError(f"completion: {_shown(rest[0])} after the end")
@@ -78,34 +84,34 @@ def _after(control: Control, segments: list[Segment], place: str) -> list[Segmen
     return segments[1:]
 
 
-def _tool_calls(segments: list[Segment]) -> tuple[list[dict[str, Any]], list[Segment]]:
+def _tool_calls(segments: list[Segment], between: _Between) -> tuple[list[dict[str, Any]], list[Segment]]:
     pieces: list[str] = []
     end = 0
     while end < len(segments) and segments[end] == DSML:
         piece, _ = _text(segments[end + 1 : end + 2])
         pieces.append(piece)
         end += 2 if piece else 1
-    return _block(iter(pieces)), segments[end:]
+    return _block(iter(pieces), between), segments[end:]
 
 
-def _block(pieces: Iterator[str]) -> list[dict[str, Any]]:
+def _block(pieces: Iterator[str], between: _Between) -> list[dict[str, Any]]:
     """The calls of one block, given as the texts that follow its DSML tokens."""
     calls = []
-    _match(_BLOCK_START, pieces)
+    _match(between.block_start, pieces)
     bracket = "<"
     while bracket == "<":
-        name, inner = _match(_INVOKE, pieces)
+        name, inner = _match(between.invoke, pieces)
         arguments: dict[str, str] = {}  # parameter -> the JSON of its value
         while inner == "<":
-            key, bare, value = _match(_PARAMETER, pieces)
+            key, bare, value = _match(between.parameter, pieces)
             if key in arguments:
                 raise PromptError(f"completion: parameter {key!r} of {name!r} stands twice")
             arguments[key] = to_json(value) if bare == "true" else _checked_json(value, key, name)
-            (inner,) = _match(_PARAMETER_END, pieces)
-        (bracket,) = _match(_INVOKE_END, pieces)
+            (inner,) = _match(between.parameter_end, pieces)
+        (bracket,) = _match(between.invoke_end, pieces)
         text = ", ".join(f"{to_json(key)}: {value}" for key, value in arguments.items())
         calls.append({"type": "function", "function": {"name": name, "arguments": f"{{{text}}}"}})
-    _match(_BLOCK_END, pieces)
+    _match(between.block_end, pieces)
     for piece in pieces:
         raise PromptError(f"completion: {DSML.name}{piece[:_SHOWN]!r} after the end of the tool calls")
     return calls

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fathom.model.choices import EXACT
 from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import V4_TAGS, V41_TAGS
 from fathom.runtime.text.parsing import parse_completion
 from fathom.runtime.text.segments import THINK_START, Segment
 from fathom.runtime.text.tokenizer import IdStream, StreamDecoder, Tokenizer
@@ -22,15 +23,16 @@ LONG_PREFILL: Final = 256  # tokens from which a prefill has a progress bar
 MIB: Final = 1 << 20
 
 
-def message(tokenizer: Tokenizer, tokens: list[int], segments: Sequence[Segment]) -> dict[str, Any]:
+def message(tokenizer: Tokenizer, tokens: list[int], segments: Sequence[Segment], *, v41: bool) -> dict[str, Any]:
     """Parse the answer back into an assistant message; what is wrong with it, when it is not one (cut short, say).
 
-    `segments` are those of the prompt, which ends by asking for reasoning, or not.
+    `segments` are those of the prompt, which ends by asking for reasoning, or not. `v41`: whether the model is a V4.1.
     """
     if not all(map(tokenizer.names, tokens)):
         return {"error": "tokenizer.json has no name for some of the tokens"}
     try:
-        return parse_completion(tokenizer.decode_segments(tokens), thinking=segments[-1] == THINK_START)
+        thinking, tags = segments[-1] == THINK_START, V41_TAGS if v41 else V4_TAGS
+        return parse_completion(tokenizer.decode_segments(tokens), thinking=thinking, tags=tags)
     except PromptError as error:
         return {"error": str(error)}
 

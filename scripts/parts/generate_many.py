@@ -33,6 +33,7 @@ from fathom.runtime.plan.experts import Work
 from fathom.runtime.process import set_process
 from fathom.runtime.report import report
 from fathom.runtime.sampling import Sampling
+from fathom.runtime.text.encoding import is_v41
 from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
@@ -88,7 +89,10 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
             state = new_state(model, context, options.prefill_chunk, len(entry.ids), options.draft_tokens)
             by = decoding(model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
             text = _text(args, loaded, (tokenizer, sampling), entry, state, by, record)
-            answer = _answer(args, tokenizer, entry, record) | {"text": text, "run": mark}
+            answer = _answer(args, tokenizer, entry, record, v41=is_v41(loaded.model.config)) | {
+                "text": text,
+                "run": mark,
+            }
             add(json.dumps(answer, ensure_ascii=False))
             runs.append(record)
     if state is not None and by is not None:
@@ -128,7 +132,9 @@ def _text(
     return "".join(map(decoder.push, tokens)) + decoder.finish()
 
 
-def _answer(args: argparse.Namespace, tokenizer: Tokenizer, entry: Entry, record: Generation) -> dict[str, Any]:
+def _answer(
+    args: argparse.Namespace, tokenizer: Tokenizer, entry: Entry, record: Generation, *, v41: bool
+) -> dict[str, Any]:
     """What is written of one answer, beside its text."""
     answer: dict[str, Any] = {"line": entry.line}
     if entry.name is not None:
@@ -136,7 +142,7 @@ def _answer(args: argparse.Namespace, tokenizer: Tokenizer, entry: Entry, record
     answer |= {"ended": record.ended, "tokens": record.tokens, "prompt": entry.ids}
     answer |= {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
     if not args.raw:
-        answer["message"] = message(tokenizer, record.tokens, entry.segments)
+        answer["message"] = message(tokenizer, record.tokens, entry.segments, v41=v41)
     if args.logprobs is not None:
         answer["logprobs"] = likelihoods(tokenizer, record)
     return answer

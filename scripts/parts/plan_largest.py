@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fathom.model.architectures import Config
 from fathom.model.config import ModelConfig
-from fathom.runtime.options import DEMO, check_options
+from fathom.runtime.options import DEMO, check_options, check_ranks
 from fathom.runtime.output import write_json
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.console import Console
@@ -34,7 +34,8 @@ CONTEXTS: Final = (1 << 13, 1 << 17)  # and all positions of the model
 def show_largest(args: argparse.Namespace, config: Config) -> int:
     """Show what fits for a model of this config; returns the exit status."""
     options = run_options(args)
-    check_options(config, options, args.config or args.model or DEMO)
+    check_options(config, options, where := args.config or args.model or DEMO)
+    check_ranks(config, args.ranks or 1, where)
     prompted = check_prompt(args, options, config, config.max_position_embeddings)
     subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     most = subject.config.max_position_embeddings

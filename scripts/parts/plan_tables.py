@@ -29,7 +29,7 @@ from fathom.runtime.drafting import bound, check_draft, check_head
 from fathom.runtime.kv import variants
 from fathom.runtime.memory import machine_memory
 from fathom.runtime.op_sets import planned
-from fathom.runtime.options import DEMO, NEW_TOKENS, RunOptions, check_options
+from fathom.runtime.options import DEMO, NEW_TOKENS, RunOptions, check_options, check_ranks
 from fathom.runtime.output import write_json
 from fathom.runtime.plan.exchanges import EXCHANGE
 from fathom.runtime.plan.experts import Choice, Work, faster
@@ -51,7 +51,8 @@ RANKS: Final = (1, 2, 4, 8, 16, 32, 64)  # that are tried; each divides the next
 def show_plan(args: argparse.Namespace, config: Config) -> int:
     """Show the plan for a model of this config; returns the exit status."""
     options = run_options(args)
-    check_options(config, options, args.config or args.model or DEMO)
+    check_options(config, options, where := args.config or args.model or DEMO)
+    check_ranks(config, args.ranks or 1, where)
     check_prompt(args, options, config, args.context)
     subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     if args.context > (most := subject.config.max_position_embeddings):

@@ -92,7 +92,7 @@ def test_a_run_of_it_is_one_on_a_cpu(tmp_path):
         checked_config(tmp_path, RunOptions(device="cuda"))
     with pytest.raises(ConfigError, match=r"--key-format fp8 is not built for DeepSeek-V4\.1"):
         checked_config(tmp_path, RunOptions(key_format="fp8"))
-    with pytest.raises(ConfigError, match=r"a run of several ranks is not built for DeepSeek-V4\.1"):
+    with pytest.raises(ConfigError, match=r"a run on 2 ranks is not built for DeepSeek-V4\.1"):
         load(tmp_path, RunOptions(), CPU, Group(0, 2, None))
     with pytest.raises(ConfigError, match=r"--ops triton is not built for DeepSeek-V4\.1"):
         load(tmp_path, RunOptions(), CPU._replace(name="triton"))

@@ -11,7 +11,7 @@ from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.attention import Attention
 from fathom.model.config import ModelConfig
 from fathom.model.engram import table_primes
-from fathom.model.errors import ConfigError
+from fathom.model.errors import ConfigError, StateError
 from fathom.model.hyper import HyperConnection
 from fathom.model.v41 import DelayedConnection, EntryMaker, KeyMaker, WindowAttention
 from fathom.probes.subject import Subject
@@ -19,7 +19,7 @@ from fathom.probes.ways import record
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.statefile import load_state, save_state
-from fathom.scripts import compare, generate, make_checkpoint, plan, probe
+from fathom.scripts import calibrate_kv, compare, generate, make_checkpoint, plan, probe
 from fathom.scripts import record as record_command
 from fathom.scripts.cli import run_alone
 
@@ -248,6 +248,12 @@ def test_the_plan_of_the_published_model(tmp_path, capsys):
     asked = ["--config", str(PUBLISHED), "--device", "cpu", "--context", "65536", "--memory-gib", "8"]
     assert plan.main([*asked, "--json", str(out)]) == 0
     assert "fp4" in capsys.readouterr().out
+    told = json.loads(out.read_text())
+    weights = {kind: held for kind, held in told["weights"].items()}
+    tables = ModelConfig.from_file(PUBLISHED).v41.engram
+    in_layers = sum(tables.rows) * (tables.head_dim + tables.head_dim // 32)  # values, and a scale for 32 of them
+    assert in_layers < weights["n-grams"]["stored"] < 1.01 * in_layers
+    assert told["needed"] < 2 << 30 < in_layers  # they are no memory of the process
 
 
 WRONG = {
@@ -257,6 +263,9 @@ WRONG = {
     "--draft": (generate, ["--draft", "dspark", "--prompt", "a"], "--draft dspark is not built"),
     "--entry-format": (generate, ["--entry-format", "fp8", "--prompt", "a"], "--entry-format fp8 is not built"),
     "--device": (generate, ["--device", "cuda", "--prompt", "a"], "--device cuda is not built"),
+    "--ranks": (plan, ["--device", "cpu", "--ranks", "2"], "a run on 2 ranks is not built for DeepSeek-V4.1"),
+    "--ranks of a context": (plan, ["--device", "cpu", "--ranks", "2", "--context", "1000"], "a run on 2 ranks is not"),
+    "plan": (plan, [], "--device cuda is not built for DeepSeek-V4.1; --device cpu is"),
     "probe": (probe, ["mhc", "--inject", "relu-dropped"], "it is put into a DeepSeek-V4, this is a V4.1"),
 }
 
@@ -273,6 +282,54 @@ def test_what_is_not_built_is_refused(small, capsys, name):
 def test_a_probe_of_v4_says_that_it_is_none_of_v41(small, capsys):
     assert probe.main(["mhc", "--model", str(small)]) == 1
     assert "it is not built for DeepSeek-V4.1" in capsys.readouterr().out
+
+
+def test_a_basis_is_refused(small, tmp_path, capsys):
+    out = tmp_path / "basis.safetensors"
+    assert run_alone(lambda: calibrate_kv.main([str(small), "--out", str(out)])) == 2
+    assert "a basis is of --kv, which is not built for DeepSeek-V4.1" in capsys.readouterr().err
+
+
+def test_an_answer_ends_where_an_image_would_begin(small, tmp_path, capsys):
+    """A copy of the model in which the id that is chosen first stands for an image."""
+    asked = ["--prompt", "Hello", "--max-new-tokens", "6", "--json", str(tmp_path / "told.json")]
+    assert generate.main(["--model", str(small), *asked]) == 0
+    tokens = json.loads((tmp_path / "told.json").read_text())["tokens"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in small.iterdir():
+        (copy / file.name).symlink_to(file)
+    config = json.loads((small / "config.json").read_text())
+    config["image_token_id"] = tokens[2]
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config))
+    assert generate.main(["--model", str(copy), *asked]) == 0
+    ended = json.loads((tmp_path / "told.json").read_text())["tokens"]
+    assert ended == tokens[: tokens.index(tokens[2]) + 1]
+    capsys.readouterr()
+
+
+def test_a_state_of_another_tokenizer_is_refused(small, tmp_path):
+    whole = loaded(small)
+    state = whole.model.new_state(TOKENS, TOKENS)
+    run(whole.model, [5], state)
+    save_state(tmp_path / "state", state, whole, None)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in small.iterdir():
+        (copy / file.name).symlink_to(file)
+    text = (small / "tokenizer.json").read_text()
+    first, second = (f'"{word}": {number}' for word, number in list(json.loads(text)["model"]["vocab"].items())[-2:])
+    swapped = [part.rsplit(" ", 1) for part in (first, second)]
+    other = text.replace(first, f"{swapped[0][0]} {swapped[1][1]}").replace(second, f"{swapped[1][0]} {swapped[0][1]}")
+    assert other != text
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").write_text(other)
+    again = loaded(copy)
+    if again.model.alike.equal(whole.model.alike):
+        pytest.fail("the other tokenizer has the same numbers")
+    with pytest.raises(StateError, match="saved with weights"):
+        load_state(tmp_path / "state", again.model.new_state(TOKENS, TOKENS), again)
 
 
 def test_an_image_is_not_run_as_text(model):

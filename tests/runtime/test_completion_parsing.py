@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import V4_TAGS, V41_TAGS
 from fathom.runtime.text.encoding import encode_messages
 from fathom.runtime.text.messages import check_messages, load_messages
 from fathom.runtime.text.parsing import parse_completion
@@ -69,17 +70,17 @@ CALLS = st.tuples(NAMES.filter(bool), st.dictionaries(NAMES, VALUES, max_size=3)
 
 
 @settings(deadline=None)
-@given(reasoning=TEXTS, content=TEXTS, calls=st.lists(CALLS, max_size=3), thinking=st.booleans())
-def test_an_assistant_turn_comes_back_whole(reasoning, content, calls, thinking):
+@given(reasoning=TEXTS, content=TEXTS, calls=st.lists(CALLS, max_size=3), thinking=st.booleans(), v41=st.booleans())
+def test_an_assistant_turn_comes_back_whole(reasoning, content, calls, thinking, v41):
     tool_calls = [{"function": {"name": name, "arguments": json.dumps(arguments)}} for name, arguments in calls]
     message = {"role": "assistant", "reasoning_content": reasoning, "content": content, "tool_calls": tool_calls}
-    prompt = encode_messages(check_messages(conversation(message)), thinking=thinking)
+    prompt = encode_messages(check_messages(conversation(message)), thinking=thinking, v41=v41)
     ((opening, completion),) = completions(prompt)
     assert opening == (THINK_START if thinking else THINK_END)
-    answer = parse_completion(completion, thinking=thinking)
+    answer = parse_completion(completion, thinking=thinking, tags=V41_TAGS if v41 else V4_TAGS)
     assert said(answer) == said({**message, "reasoning_content": reasoning if thinking else ""})
     # And the answer is a message: put back, it gives the prompt again, though numbers may be spelled another way.
-    again = encode_messages(check_messages(conversation(answer)), thinking=thinking)
+    again = encode_messages(check_messages(conversation(answer)), thinking=thinking, v41=v41)
     assert again == prompt
 
 
@@ -121,6 +122,11 @@ def test_a_published_string_parses():
     arguments = '{"location": "Beijing", "unit": "celsius"}'
     assert call["tool_calls"] == [{"type": "function", "function": {"name": "get_weather", "arguments": arguments}}]
     assert parsed(second, thinking=True)["content"].startswith("The weather in Beijing is currently sunny with")
+
+
+def test_tags_of_another_model_are_no_call():
+    with pytest.raises(PromptError, match="malformed tool call"):
+        parse_completion(split_controls(CALL), thinking=False, tags=V41_TAGS)
 
 
 def test_values_that_are_json_stay_as_written():
