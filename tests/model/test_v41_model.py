@@ -249,10 +249,9 @@ def test_the_plan_of_the_published_model(tmp_path, capsys):
     assert plan.main([*asked, "--json", str(out)]) == 0
     assert "fp4" in capsys.readouterr().out
     told = json.loads(out.read_text())
-    weights = {kind: held for kind, held in told["weights"].items()}
     tables = ModelConfig.from_file(PUBLISHED).v41.engram
     in_layers = sum(tables.rows) * (tables.head_dim + tables.head_dim // 32)  # values, and a scale for 32 of them
-    assert in_layers < weights["n-grams"]["stored"] < 1.01 * in_layers
+    assert in_layers < told["weights"]["n-grams"]["stored"] < 1.01 * in_layers
     assert told["needed"] < 2 << 30 < in_layers  # they are no memory of the process
 
 
@@ -309,25 +308,14 @@ def test_an_answer_ends_where_an_image_would_begin(small, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_state_of_another_tokenizer_is_refused(small, tmp_path):
+def test_a_state_of_another_tokenizer_is_refused(small, tmp_path, monkeypatch):
     whole = loaded(small)
     state = whole.model.new_state(TOKENS, TOKENS)
     run(whole.model, [5], state)
     save_state(tmp_path / "state", state, whole, None)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in small.iterdir():
-        (copy / file.name).symlink_to(file)
-    text = (small / "tokenizer.json").read_text()
-    first, second = (f'"{word}": {number}' for word, number in list(json.loads(text)["model"]["vocab"].items())[-2:])
-    swapped = [part.rsplit(" ", 1) for part in (first, second)]
-    other = text.replace(first, f"{swapped[0][0]} {swapped[1][1]}").replace(second, f"{swapped[1][0]} {swapped[0][1]}")
-    assert other != text
-    (copy / "tokenizer.json").unlink()
-    (copy / "tokenizer.json").write_text(other)
-    again = loaded(copy)
-    if again.model.alike.equal(whole.model.alike):
-        pytest.fail("the other tokenizer has the same numbers")
+    other = whole.model.alike.roll(1).tolist()  # as of a tokenizer.json with as many numbers
+    monkeypatch.setattr("fathom.runtime.load.numbers_of", lambda *_: other)
+    again = loaded(small)
     with pytest.raises(StateError, match="saved with weights"):
         load_state(tmp_path / "state", again.model.new_state(TOKENS, TOKENS), again)
 
