@@ -63,7 +63,7 @@ class Files:
             self.shards |= dict.fromkeys(opened.keys(), opened)
 
     def numbers(self, mapping: TensorMapping, start: int, stop: int) -> Tensor:
-        """Rows `start` (of FP8, a multiple of 128) to `stop` of a parameter, float64; of a vector, values."""
+        """Rows `start` (of FP8, a multiple of its block) to `stop` of a parameter, float64; of a vector, values."""
         stored = self.shards[mapping.weight].get_slice(mapping.weight)
         if (part := mapping.part) is not None:
             data = stored[part.expert : part.expert + 1, part.start + start : part.start + stop][0]

@@ -45,22 +45,28 @@ def test_each_form_decodes_as_it_was_written(tmp_path):
     tensors = {"bf16": values.bfloat16(), "f32": values, "ids": ids, "stack": stack}
     tensors["fp8"], scale = fp8(values)
     tensors |= {"fp8.f32": scale, "fp8.e8m0": scale.to(torch.float8_e8m0fnu)}
+    tensors["small"], scale = fp8(values, 32)
+    tensors["small.e8m0"] = scale.to(torch.float8_e8m0fnu)
     tensors["fp4"], tensors["fp4.scale"] = fp4(values)
     tensors["nvfp4"], tensors["nvfp4.scale"], tensors["nvfp4.global"] = nvfp4(values)
     save_file(tensors, tmp_path / "model.safetensors")
     files = Files(tmp_path)
     assert files.data_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
-    def rows(start, stop, *bound, part=None):
-        return files.numbers(TensorMapping(*bound, part=part), start, stop)
+    def rows(start, stop, *bound, **more):
+        return files.numbers(TensorMapping(*bound, **more), start, stop)
 
     assert torch.equal(rows(3, 9, Form.F32, "f32"), values[3:9].double())
     assert torch.equal(rows(3, 9, Form.BF16, "bf16"), values[3:9].bfloat16().double())
     assert rows(1, 3, Form.I64, "ids").tolist() == [[3, 4, 5], [6, 7, 8]]
     assert torch.equal(rows(2, 4, Form.F32, "stack", part=Slice(1, 10, 20)), values[92:94].double())
     # at most half a step of the format from what was written: 2^-4 of E4M3, a sixth of the largest of E2M1's
-    for form, scales in ((Form.FP8_F32, "fp8.f32"), (Form.FP8, "fp8.e8m0")):
-        found = torch.cat((rows(0, 128, form, "fp8", scales), rows(128, 160, form, "fp8", scales)))
+    for form, name, scales, block in (
+        (Form.FP8_F32, "fp8", "fp8.f32", 128),
+        (Form.FP8, "fp8", "fp8.e8m0", 128),
+        (Form.FP8, "small", "small.e8m0", 32),
+    ):
+        found = torch.cat([rows(*part, form, name, scales, block=block) for part in ((0, 128), (128, 160))])
         torch.testing.assert_close(found, values.double(), rtol=2**-4, atol=1e-3)
     for form, width, room in ((Form.FP4, 32, 3), (Form.NVFP4, 16, 5)):
         names = ("fp4", "fp4.scale") if form is Form.FP4 else ("nvfp4", "nvfp4.scale", "nvfp4.global")
