@@ -30,6 +30,7 @@ from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.report import commit
 from tests.probes.test_v41_faults import CALLS, FIRST, Made, adjusted, named
+from tests.probes.test_v41_oracle import drafting, slots_of, taps_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
@@ -48,8 +49,8 @@ A run is the oracle's equations one after the other, each result rounded to bf16
 exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
 numerics; of a fault of the experts alone, the layer after is looked at too where two faults do the same to one site."""
 NOT_CLAIMED = """\
-One random model of small widths, one prompt of 89 tokens in one call. Of the draft stages, of images and of the tables'
-real sizes nothing was computed."""
+One random model of small widths, one prompt of 89 tokens. Of the draft head the oracle alone is compared, in float64; the
+runtime has none. Of images and of the tables' real sizes nothing was computed."""
 
 
 def plain(golden: Path) -> list[list[float | str]]:
@@ -69,6 +70,11 @@ def plain(golden: Path) -> list[list[float | str]]:
     for site in ("embedded", "folded", "hidden", "logits"):
         ours = Ends(still).computed(site, every)[0]
         worst[site] = [apart(ours, recording.known(site, every), site)]
+    head = drafting(config, "plain")
+    found = load_file(golden / "golden_plain.safetensors")
+    draft = head.draft(head.main_keys(taps_of(found, config)), slots_of(found, config))
+    for site, ours in (("draft.logits", draft.logits[0]), ("draft.confidence", draft.confidence[0])):
+        worst[site] = [apart(ours, found[site].double(), site)]
     return [[site, len(found), max(found)] for site, found in worst.items()]
 
 
