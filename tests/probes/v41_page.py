@@ -152,12 +152,14 @@ def page(golden: Path, command: str) -> Page:
     sites, of_run, of_ours, of_faults = plain(golden), deployed(golden), ours(golden), faults()
     right = sum(row[0] == row[4] for row in of_faults)
     told = json.loads((golden / "meta.json").read_text(encoding="utf-8"))["official"]
+    drafts = [row for row in sites if str(row[0]).startswith("draft.")]
+    furthest = max(row[2] for row in sites if row not in drafts)
+    whole = sum(row[3] == row[4] for row in of_ours)
     verdict = (
         f"{of_run['agree']} of {of_run['sites']} sites of DeepSeek's own deployed run agree, and its rounding is found"
-        f" ({of_run['numerics']}). In float64 no site is further from theirs than"
-        f" {max(row[2] for row in sites if not str(row[0]).startswith('draft.')):.1g} of its length, and a draft through"
-        f" three stages {max(row[2] for row in sites if str(row[0]).startswith('draft.')):.1g}. All sites agree in {sum(row[3] == row[4] for row in of_ours)} of {len(of_ours)} runs of this"
-        f" project. {right} of {len(of_faults)} faults are named first where they were put"
+        f" ({of_run['numerics']}). In float64 no site is further from theirs than {furthest:.1g} of its length, and a"
+        f" draft through three stages {max(row[2] for row in drafts):.1g}. All sites agree in {whole} of {len(of_ours)}"
+        f" runs of this project. {right} of {len(of_faults)} faults are named first where they were put"
     )
     parts = [
         Text("", HEAD),
