@@ -53,17 +53,23 @@ class DelayedConnection(HyperConnection):
         return Read(x, *self.ops.hyper_weights(streams, *mhc))
 
 
-class EntryMaker(Compressor):
+class Maker(Compressor):
+    """What makes rows of a V4.1: they are rounded by `stored`, no op does it."""
+
+    coded = False  # no cache rounds them either
+
+    @property
+    def rounding(self) -> Rounding:
+        """None of an op's."""
+        return "none"
+
+
+class EntryMaker(Maker):
     """Makes the entries of a layer, and of each, before it is rotated, its index key.
 
     At a ratio of 2 pairs of tokens are pooled by their gates, no pair over another and without a position bias; at a
     ratio of 1 each token is an entry.
     """
-
-    @property
-    def rounding(self) -> Rounding:
-        """None of an op's: see `stored`."""
-        return "none"
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -76,7 +82,7 @@ class EntryMaker(Compressor):
             self.gate = Reader(Dense(weights.operand(f"{prefix}.wgate.weight")), wide=True)  # [head_dim, hidden]
             self.readers += (self.gate,)
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [head_dim]
-        self.arithmetic, self.rotation, self.eps, self.coded = arithmetic, rotation, config.rms_norm_eps, False
+        self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
 
     def make(self, x: Input, call: Call, cache: SharedCache, keys: "KeyMaker") -> None:
         """Append the entries that the tokens of x [t, hidden] complete, and their keys."""
@@ -109,13 +115,8 @@ class EntryMaker(Compressor):
         return ops.simulate_entries(rows, ENTRY_GROUP) if self.arithmetic.rounding.kv == FP8 else rows
 
 
-class KeyMaker(Compressor):
+class KeyMaker(Maker):
     """Makes the index key of an entry, of which it is given the normed row before its rotation."""
-
-    @property
-    def rounding(self) -> Rounding:
-        """None of an op's: see `stored`."""
-        return "none"
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -124,7 +125,7 @@ class KeyMaker(Compressor):
         self.wk = Linear(Dense(weights.operand(f"{prefix}.wk.weight")), arithmetic)  # [index_head_dim, head_dim]
         self.norm = weights.vector(f"{prefix}.k_norm.weight").float()  # [index_head_dim]
         self.readers = ()
-        self.arithmetic, self.rotation, self.eps, self.coded = arithmetic, rotation, config.rms_norm_eps, False
+        self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
 
     def unnormed(self, pooled: Tensor) -> Tensor:
         """Keys [n, index_head_dim] of entries [n, head_dim]."""

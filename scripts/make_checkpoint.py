@@ -5,7 +5,7 @@ N layers; `--layers 2,3` takes exactly these, renumbered from 0. A V4-Flash laye
 minute. No tokenizer is written: `scripts.generate` runs such a checkpoint with `--tokens`, and answers in token ids.
 
 `--small-v41` in place of `--config` and `--layers` writes a DeepSeek-V4.1 of nine small layers with the demo's
-tokenizer, 20 MB: whatever runs a V4.1 here can be tried on it.
+tokenizer, 23 MB: whatever runs a V4.1 here can be tried on it.
 """
 
 import argparse

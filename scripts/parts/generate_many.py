@@ -89,11 +89,8 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
             state = new_state(model, context, options.prefill_chunk, len(entry.ids), options.draft_tokens)
             by = decoding(model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
             text = _text(args, loaded, (tokenizer, sampling), entry, state, by, record)
-            answer = _answer(args, tokenizer, entry, record, v41=is_v41(loaded.model.config)) | {
-                "text": text,
-                "run": mark,
-            }
-            add(json.dumps(answer, ensure_ascii=False))
+            answer = _answer(args, tokenizer, entry, record, v41=is_v41(loaded.model.config))
+            add(json.dumps(answer | {"text": text, "run": mark}, ensure_ascii=False))
             runs.append(record)
     if state is not None and by is not None:
         data = report(loaded, options, state, runs, by)
