@@ -161,13 +161,13 @@ class Ops(Protocol):
     def open_blocks(
         self, q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, size: int, count: int
     ) -> Tensor:
-        """`indexer.candidates`, of V4.1."""
+        """`indexer`, of V4.1."""
         ...
 
     def select_open(
         self, q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int, blocks: Tensor, size: int
     ) -> Tensor:
-        """`indexer.candidates`, of V4.1."""
+        """`indexer`, of V4.1."""
         ...
 
     def attend(
@@ -497,8 +497,8 @@ _REFERENCE = OpSet(
     compress_at_once=compress.reference.compress_at_once,
     select=indexer.reference.select,
     select_fp8=SelectFp8(quantise.reference.simulate_fp8, indexer.reference.select),
-    open_blocks=indexer.candidates.open_blocks,
-    select_open=indexer.candidates.select_open,
+    open_blocks=indexer.reference.open_blocks,
+    select_open=indexer.reference.select_open,
     attend=attention.reference.attend,
     hyper_weights=hyper.reference.hyper_weights,
     head_weights=hyper.reference.head_weights,
@@ -531,6 +531,8 @@ CPU = REFERENCE._replace(
     experts_fp8=experts.cpu.experts,
     pool=compress.cpu.pool,
     select=indexer.cpu.select,
+    open_blocks=indexer.cpu_candidates.open_blocks,
+    select_open=indexer.cpu_candidates.select_open,
     attend=attention.cpu.attend,
     attend_grouped=grouped.cpu.attend,
     # The rest is bounded by the chunk in the reference too; these, norm and rope are here for time alone

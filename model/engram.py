@@ -102,8 +102,7 @@ class Engram:
         prefix, tables = f"{config.prefix(layer)}.engram", config.v41.engram
         self.table = weights.rows(f"{prefix}.embed.weight")  # [rows, head_dim]
         self.wkv = Linear(weights.matrix(f"{prefix}.wkv.weight"), arithmetic)  # [(s + 1) * hidden, columns * head_dim]
-        q_weight, k_weight = (weights.vector(f"{prefix}.{name}").float() for name in ("q_weight", "k_weight"))
-        self.weight = q_weight * k_weight  # [s, hidden]
+        self.q_weight, self.k_weight = (weights.vector(f"{prefix}.{name}").float() for name in ("q_weight", "k_weight"))
         self.hash, self.alike, self.arithmetic = Hash(tables, layer, alike.device), alike, arithmetic
         self.order, self.blank = tables.max_ngram, alike[tables.pad_token_id]
         self.streams, self.eps, self.scale = config.hc_mult, config.rms_norm_eps, config.hidden_size**-0.5
@@ -132,12 +131,15 @@ class Engram:
     def gate(self, streams: Tensor, keys: Tensor) -> Tensor:
         """How much of the value each stream takes: ``sigmoid(sign(g) sqrt |g|)`` [t, s] float32.
 
-        ``g = <X w, key> hidden^-0.5`` of a stream and a key that are both normed, in fp32.
+        ``g = <X w, key> hidden^-0.5`` of a stream and a key that are both normed, in fp32; w [s, hidden] is that of
+        the query times that of the key.
         """
-        x, keys = streams.float(), keys.float()
+        x, keys, weight = streams.float(), keys.float(), self.q_weight * self.k_weight
         norms = torch.rsqrt(x.square().mean(-1) + self.eps) * torch.rsqrt(keys.square().mean(-1) + self.eps)
-        g = (x * self.weight * keys).sum(-1) * norms * self.scale
-        return torch.sigmoid(g.sign() * g.abs().clamp_min(LEAST).sqrt())
+        g = (x * weight * keys).sum(-1) * norms * self.scale
+        root = g.sign() * g.abs().clamp_min(LEAST).sqrt()
+        # In fp32, rows that fill no vector of the processor differ by a bit.
+        return torch.sigmoid(root.double()).float()
 
     def write(self, streams: Tensor, gate: Tensor, value: Tensor) -> Tensor:
         """Streams [t, s, hidden] with the value [t, hidden] in each."""

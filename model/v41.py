@@ -79,8 +79,9 @@ class EntryMaker(Maker):
         self.wkv = Reader(Dense(weights.operand(f"{prefix}.wkv.weight")), wide=self.ratio > 1)  # [head_dim, hidden]
         self.readers: tuple[Reader, ...] = (self.wkv,)
         if self.ratio > 1:
-            self.gate = Reader(Dense(weights.operand(f"{prefix}.wgate.weight")), wide=True)  # [head_dim, hidden]
-            self.readers += (self.gate,)
+            gate = Reader(Dense(weights.operand(f"{prefix}.wgate.weight")), wide=True)  # [head_dim, hidden]
+            self.wgate = gate  # type: ignore[assignment] # without a bias
+            self.readers += (self.wgate,)
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [head_dim]
         self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
 
@@ -99,7 +100,7 @@ class EntryMaker(Maker):
             tail = Tail(
                 self.norm, self.eps, self.rotation.freqs, self.rounding, cache.entries.data, self.arithmetic.dtype
             )
-            ops.compress(self.wkv(x), self.gate(x), frontier.ring(), call.first, self.ratio, tail, finish)
+            ops.compress(self.wkv(x), self.wgate(x), frontier.ring(), call.first, self.ratio, tail, finish)
         else:
             finish(frontier.position, self.wkv(x))
         frontier.take(call.first, call.count)

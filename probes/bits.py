@@ -14,6 +14,7 @@ from fathom.kernels.formats.stored import Rows
 from fathom.kernels.ops import CPU, Ops, mass_unit
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.layers import LayerCache
+from fathom.model.cache.shared import SharedCache
 from fathom.model.cache.window import WindowRing
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError, Tripwire
@@ -39,7 +40,7 @@ from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.shared.calls import Attend
 from fathom.probes.shared.exact import attend_off, exact, exact_linears
 from fathom.probes.shared.recorder import Recorder
-from fathom.probes.shared.trace import OF_TOKENS, Difference, Passed, Trace, named, traced
+from fathom.probes.shared.trace import EVERY, OF_TOKENS, Difference, Passed, Trace, named, traced
 from fathom.probes.subject import Subject, run_tokens
 
 # A key whose share of a token's softmax is below the last bit of all numbers of the output moves nothing: with bf16 and
@@ -54,7 +55,7 @@ BIN = 16  # tokens to a cell of the map
 SLOW = 16  # calls of fewer tokens are run up to `small_upto` only
 FEW: Final = (1, 2, 3, 4, 5, 6, 7, 8)  # tokens of calls for which ops have a way of their own
 # Sums that are in another order in such a call: `Tally` holds them against exact ones.
-REORDERED: Final = (sites.MIXED, sites.SELECTED)
+REORDERED: Final = (sites.MIXED, sites.SELECTED, sites.CANDIDATES)
 # Ways to store entries and index keys, each form of each once; the same bits come back from all of them.
 FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"))
 
@@ -97,7 +98,8 @@ class Bits(Probe):
 
     name: ClassVar[str] = "bits"
     question: ClassVar[str] = "Does a prompt give the same bits, however it is cut, repeated or followed?"
-    reads: ClassVar[tuple[Site, ...]] = sites.SITES
+    reads: ClassVar[tuple[Site, ...]] = EVERY
+    of_v41: ClassVar[bool] = True
     background: ClassVar[str] = """\
 What a token comes to depends on the tokens before it and on nothing else: not on those after it, not on how the prompt
 was cut into calls, not on what ran before. Nothing ends a run that breaks the rule, and answers stay fluent.
@@ -198,10 +200,11 @@ the oldest that a token may see is not saved, because it should not be read."""
         wrong = sum(int((one.moved & ~one.expected).sum()) for one in reaches)
         places = {what: [run.place for run in runs.values()] for what, runs in groups.items()}
         differ = {what: [place for place in of if place] for what, of in places.items()}
+        count = len(EVERY if subject.config.v41 is not None else sites.SITES)
         summary = (
             f"A prompt was run {sum(map(len, places.values()))} times: cut into other calls, decoded token by token,"
             " cached in another format, repeated, or followed by other tokens."
-            f" {sum(map(len, differ.values()))} of these runs differ by a bit at any of {len(sites.SITES)} sites or in"
+            f" {sum(map(len, differ.values()))} of these runs differ by a bit at any of {count} sites or in"
             f" the caches. Changing one token in the input of a layer changed {moved:,} rows of its output, {wrong} of"
             " them rows that may not see this token."
         )
@@ -223,7 +226,7 @@ the oldest that a token may see is not saved, because it should not be read."""
         positions = sorted({*self.changed, max(0, max(config.compress_ratios) - 1)})  # the last of a block among them
         with listening(model, recorder.listeners()):
             run_tokens(model, subject.tokens(length), length)
-        csa = [layer for layer, kind in enumerate(config.layer_kinds) if kind is LayerKind.CSA]
+        csa = [layer for layer in range(config.num_hidden_layers) if config.selects(layer)]
         findings = [selections(config, {layer: recorder.rows(sites.SELECTED, layer) for layer in csa})] if csa else []
         reaches: list[Reach] = []
         for layer in (layers := self._layers(config)):
@@ -234,10 +237,11 @@ the oldest that a token may see is not saved, because it should not be read."""
         return reaches, findings
 
     def _layers(self, config: ModelConfig) -> list[int]:
-        """Up to `per_kind` layers of each kind, the first and the last among them."""
+        """Up to `per_kind` layers of each kind, first and last among them; none that reads another's entries."""
         layers: set[int] = set()
-        for kind in set(config.layer_kinds):
-            of_kind = [layer for layer, one in enumerate(config.layer_kinds) if one is kind]
+        alone = [n for n in range(config.num_hidden_layers) if config.makes_entries(n) or not config.ratio(n)]
+        for kind in {config.layer_kind(layer) for layer in alone}:
+            of_kind = [layer for layer in alone if config.layer_kind(layer) is kind]
             step = max(1, -(-(len(of_kind) - 1) // (self.per_kind - 1)))
             layers |= {*of_kind[::step], of_kind[-1]}
         return sorted(layers)
@@ -357,10 +361,11 @@ the oldest that a token may see is not saved, because it should not be read."""
         for entries, keys in FORMS:
             try:
                 other = replace(options, entry_format=entries, key_format=keys)
+                model = subject.load(other).model
             except ConfigError:  # it does not hold this run's numbers
                 continue
             if other != options:
-                run = again(subject.load(other).model, calls)
+                run = again(model, calls)
                 runs[f"entries in {entries}, index keys in {keys}"] = Compared(wanted.differences(run))
         return {"stored in another form": runs} if runs else {}, []
 
@@ -501,7 +506,7 @@ def again(model: Transformer, calls: Sequence[Tensor], others: Sequence[Tensor] 
             for cache, parts in zip(state.layers, saved, strict=True):
                 cache.restore(at, parts)
             state.position = at
-        step(model, call, state, passed, sites.SITES)
+        step(model, call, state, passed, EVERY)
         if beside is not None:
             model(others[done], beside)
     return Trace.of(passed, state)
@@ -522,7 +527,8 @@ def poison(model: Transformer, calls: Sequence[Tensor]) -> float:
     ]
     kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
     for buffer in buffers:
-        buffer.fill_(float("nan"))
+        if buffer.is_floating_point():  # numbers of tokens are none
+            buffer.fill_(float("nan"))
     del state, buffers, buffer
     fresh = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     return sum(int(one.isnan().sum()) for one in fresh) / sum(one.numel() for one in fresh)
@@ -546,7 +552,7 @@ class PutBack:
         key = site.name, layer
         first, self.seen[key] = self.seen[key], self.seen[key] + len(x)
         wanted = self.whole.rows(site, layer)[first : first + len(x)].to(x.device)
-        if site == sites.SELECTED:  # as wide as there are entries
+        if site in (sites.SELECTED, sites.CANDIDATES):  # as wide as there are entries, or blocks of them
             wanted = wanted[:, : x.shape[1]]
         if site not in REORDERED:
             self.rows += len(x)
@@ -664,15 +670,16 @@ def sees(config: ModelConfig, layer: int, position: int, tokens: int, *selected:
     """Which of `tokens` rows see something of the token at `position`: [t] bool.
 
     In their window; or in a finished entry, of a CSA layer one that is among those `selected` [t, k]. A token is in its
-    own block's entry, and with overlap (CSA) in the next block's too, which pools this one's first series.
+    own block's entry, and with overlap (CSA of V4) in the next block's too, which pools this one's first series.
     """
     row = torch.arange(tokens)
     seen = (row >= position) & (row < position + config.sliding_window)
     if ratio := config.ratio(layer):
-        overlap = config.layer_kind(layer) is LayerKind.CSA
+        selects = config.layer_kind(layer) is LayerKind.CSA
+        overlap = selects and config.v41 is None
         for entry in range(position // ratio, position // ratio + 1 + overlap):
             attended = [(chosen == entry).any(1) for chosen in selected if chosen is not None]
-            seen |= (entry < (row + 1) // ratio) & (torch.stack(attended).any(0) if overlap else True)
+            seen |= (entry < (row + 1) // ratio) & (torch.stack(attended).any(0) if selects else True)
     return seen
 
 
@@ -684,6 +691,8 @@ def _attention(model: Transformer, layer: int, inputs: Tensor) -> tuple[Tensor, 
         cache = model.new_state(len(inputs), len(inputs)).layers[layer]
         assert isinstance(cache, LayerCache)
         tokens = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+        if isinstance(cache, SharedCache) and cache.tokens is not None:  # the layer writes them, not its attention
+            cache.tokens.write(0, tokens[:, None])
         model.blocks[layer].attention(inputs, model.call(tokens, 0), cache)
     chosen = model.config.layer_kind(layer) is LayerKind.CSA
     return recorder.rows(sites.MIXED, layer), recorder.rows(sites.SELECTED, layer) if chosen else None

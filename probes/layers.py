@@ -16,14 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
-from fathom.model.observe.sites import SITES, Listener, Site
+from fathom.model.observe.sites import OF_V41, SITES, Listener, Site
 from fathom.model.transformer import Transformer
 from fathom.probes.finding import (
     JSON,
@@ -40,15 +40,17 @@ from fathom.probes.finding import (
     vacuous,
 )
 from fathom.probes.judge.checks import Checks, Judged, Status, View
-from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting, has
-from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
+from fathom.probes.judge.faults_v41 import FAULTS
+from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting, has, layer_of
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 from fathom.probes.probe import Probe, Progress
 from fathom.probes.subject import Subject
+from fathom.probes.verdict import ids_alike
 from fathom.probes.ways import record
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.options import RunOptions
 
-SMALL: Final = (-10, -20, -30)  # the RMS of stressed streams, as powers of two, for a third of the tokens each
+DEEP: Final = 3  # norms behind each other of which each shows its eps
 AROUND: Final = 1  # tokens before and after the end of a block that come one by one
 REACH: Final = 5.0  # times the clamp that stressed experts are pushed to
 UNREAD: Final = 30.0  # what is taken from the base of the stressed head: a sigmoid of it is far below its eps
@@ -59,7 +61,7 @@ RANGES: Final = (0, 1, 16, 100)  # positions from which shares of the sinks are 
 HEAT_MAP_EXPERTS: Final = 32  # more columns are too narrow to read
 ODD: Final = 97  # tokens of every other call: it ends within windows
 OWN, PLAIN, STRESSED = "as run", "plain fp32", "stressed, plain fp32"
-STEERED: Final = (sites.EMBEDDED, sites.ATTENTION_STREAMS, sites.STREAMS)
+STEERED: Final = (sites.EMBEDDED, sites.ENGRAM_STREAMS, sites.ATTENTION_STREAMS, sites.STREAMS)
 ROTATED: Final = (sites.QUERY, sites.KV, sites.ENTRY, sites.INDEX_KEY, sites.INDEX_QUERY, sites.UNROTATED)
 BY_HEAD: Final = f"{sites.MIXED.name} by head"
 NOT_CLAIMED: Final = (
@@ -67,7 +69,7 @@ NOT_CLAIMED: Final = (
     " before it, so that a fault shows where it is and nowhere else. On several ranks nothing is stressed."
 )
 
-_BY_NAME: Final = {site.name: site for site in SITES}
+_BY_NAME: Final = {site.name: site for site in (*SITES, *OF_V41)}
 
 
 # --- runs
@@ -167,7 +169,8 @@ class Judge(NamedTuple):
         parameters = Parameters.of(subject.directory, config)
         parameters.changed |= changed or {}
         noise = Noise(DTYPES[self.options.dtype])
-        setting = Setting(config, parameters, recording.tokens, self.options.rounding, recording, noise)
+        alike = ids_alike(subject.directory, config)
+        setting = Setting(config, parameters, recording.tokens, self.options.rounding, recording, noise, alike=alike)
         checks = Checks(setting, recording, self.rows, every=True, views=views(config))
         results: list[Judged] = []
         for layer in range(config.num_hidden_layers):
@@ -196,15 +199,17 @@ def views(config: ModelConfig) -> list[tuple[str, View]]:
 def _stressed(judge: Judge, plain: Run) -> Run:
     """Run a prompt whose streams are short, whose experts clamp, and whose head reads with nearly no weight."""
     config, chunk = judge.subject.config, judge.options.prefill_chunk
-    span = max(1, *config.compress_ratios)
-    length = min(len(SMALL) * span, config.max_position_embeddings)
+    span = max(config.sliding_window, *config.compress_ratios)
+    length = min(DEEP * span, config.max_position_embeddings)
     stored = plain.setting.parameters.fresh
     changed = {
         name: stored(name) * _pushed(plain, layer)
         for layer in range(config.num_hidden_layers)
         for name in [f"layers.{layer}.ffn_norm.weight"]
-    } | {"hc_head_base": stored("hc_head_base") - UNREAD}
-    steer = {site: _shortened(span) for site in STEERED}
+    }
+    if judge.subject.config.v41 is None:
+        changed["hc_head_base"] = stored("hc_head_base") - UNREAD
+    steer = {site: _shortened(span, small(config)) for site in STEERED}
     # The last two tokens of each size come by themselves: norms of one token may have a path of their own.
     alone = {end - back for end in range(span, length + 1, span) for back in (1, 2) if end > back}
     with _changed(judge.model, plain):
@@ -222,30 +227,43 @@ def _pushed(plain: Run, layer: int) -> float:
 @contextmanager
 def _changed(model: Transformer, plain: Run) -> Iterator[None]:
     """Inside the ``with``, the model computes with the parameters of the stressed run."""
-    norms, base = [block.experts_norm for block in model.blocks], model.hyper_head.base
+    norms, heads = [block.experts_norm for block in model.blocks], []
+    if model.config.v41 is None:  # which has no head to read its streams
+        heads.append(model.hyper_head)
     for layer, block in enumerate(model.blocks):
         block.experts_norm = block.experts_norm * _pushed(plain, layer)
-    model.hyper_head.base = base - UNREAD
+    bases = [head.base for head in heads]
+    for head in heads:
+        head.base = head.base - UNREAD
     try:
         yield
     finally:
-        model.hyper_head.base = base
+        for head, base in zip(heads, bases, strict=True):
+            head.base = base
         for block, norm in zip(model.blocks, norms, strict=True):
             block.experts_norm = norm
 
 
-def _shortened(span: int) -> Listener:
-    """A listener that makes rows as short as `SMALL` says, by powers of two: their bits stay as they are."""
+def small(config: ModelConfig) -> list[int]:
+    """The RMS of stressed streams, as powers of two, for an equal part of the tokens each: 1e-3, 1e-6, 1e-9 in V4.
+
+    A norm takes a factor of sqrt(eps) from what is shorter than that, so the second one's eps shows in streams of eps.
+    """
+    return [number * round(math.log2(config.rms_norm_eps) / 2) for number in range(1, DEEP + 1)]
+
+
+def _shortened(span: int, powers: Sequence[int]) -> Listener:
+    """A listener that makes rows as short as these powers of two, `span` rows each: their bits stay as they are."""
     passed: dict[int | None, int] = {}
 
     def listen(layer: int | None, x: Tensor) -> None:
         first = passed.get(layer, 0)
         passed[layer] = first + len(x)
-        third = (torch.arange(first, first + len(x), device=x.device) // span).clamp(max=len(SMALL) - 1)
-        exponent = torch.tensor(SMALL, device=x.device)[third]
-        size = torch.frexp(x.float().flatten(1).square().mean(1).sqrt()).exponent
+        part = (torch.arange(first, first + len(x), device=x.device) // span).clamp(max=len(powers) - 1)
+        exponent = torch.tensor(powers, device=x.device)[part]
+        size = torch.frexp(x.to(F64).flatten(1).square().mean(1).sqrt()).exponent
         shape = (len(x), *[1] * (x.ndim - 1))
-        x.copy_(torch.ldexp(x.float(), (exponent - size).view(shape)))
+        x.copy_(torch.ldexp(x.to(F64), (exponent - size).view(shape)))
 
     return listen
 
@@ -258,7 +276,7 @@ class Mistake(NamedTuple):
 
     what: str
     site: Site
-    wrong: Callable[[Layer, Tensor], Tensor]  # of a layer without replicas and rows [n], to [1, n, ...]
+    wrong: Callable[[Any, Tensor], Tensor]  # of a layer without replicas and rows [n], to [1, n, ...]
     applies: Callable[[ModelConfig, int], bool] = lambda config, layer: True  # noqa: ARG005
     each: bool = True  # whether every layer must show it, or one of them
     stressed: bool = False  # whether the stressed run must show it, or one of the others
@@ -270,25 +288,55 @@ def altered(**changes: Callable[[ModelConfig], object]) -> Callable[[Layer, Tens
     def wrong(part: Layer, at: Tensor, site: str) -> Tensor:
         config = part.setting.config
         other = replace(config, **{name: value(config) for name, value in changes.items()})  # type: ignore[arg-type]
-        setting = replace(part.setting, config=other)
-        if isinstance(part, Ends):
-            return Ends(setting).computed(site, at)
-        return Layer(setting, part.layer, at).computed(site, at)
+        return _by(replace(part.setting, config=other), part, at, site)
 
     return wrong
+
+
+def _by(setting: Setting, part: Layer | Ends, at: Tensor, site: str) -> Tensor:
+    """What a site of the same part is by another setting."""
+    other = Ends(setting) if isinstance(part, Ends) else layer_of(setting, part.layer, at)
+    return other.computed(site, at)
 
 
 _EPS = altered(rms_norm_eps=lambda config: 10 * config.rms_norm_eps)
 _HC_EPS = altered(hc_eps=lambda config: 10 * config.hc_eps)
 
 
-def _tenfold_eps(*at_sites: Site, of_mhc: bool = False) -> tuple[Mistake, ...]:
+def _everywhere(config: ModelConfig, layer: int) -> bool:
+    del config, layer
+    return True
+
+
+def _in_v4(config: ModelConfig, layer: int) -> bool:
+    del layer
+    return config.v41 is None
+
+
+def _tenfold_eps(
+    *at_sites: Site, of_mhc: bool = False, applies: Callable[[ModelConfig, int], bool] = _everywhere
+) -> tuple[Mistake, ...]:
     what, wrong = ("the eps of mHC tenfold", _HC_EPS) if of_mhc else ("the eps of norms tenfold", _EPS)
 
     def of(site: Site) -> Mistake:
-        return Mistake(what, site, lambda part, at: wrong(part, at, site.name), stressed=True)
+        return Mistake(what, site, lambda part, at: wrong(part, at, site.name), applies, stressed=True)
 
     return tuple(map(of, at_sites))
+
+
+def _in_v41(config: ModelConfig, layer: int) -> bool:
+    return not _in_v4(config, layer)
+
+
+def _faulty(
+    name: str, site: Site, applies: Callable[[ModelConfig, int], bool] = _in_v41, *, each: bool = True
+) -> Mistake:
+    """A fault of V4.1 runtimes."""
+
+    def wrong(part: Layer | Ends, at: Tensor) -> Tensor:
+        return _by(replace(part.setting, layer=FAULTS[name].make(())), part, at, site.name)
+
+    return Mistake(name.replace("-", " "), site, wrong, applies, each)
 
 
 def _unrotated(site: Site) -> Mistake:
@@ -316,13 +364,25 @@ def _by_scores(layer: Layer, at: Tensor) -> Tensor:
 
 def _unclamped(layer: Layer, at: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of the experts without the clamp of the routed ones, and without that of the shared one."""
-    free = Layer(replace(layer.setting, config=replace(layer.config, swiglu_limit=math.inf)), layer.layer, at)
+    free = layer_of(replace(layer.setting, config=replace(layer.config, swiglu_limit=math.inf)), layer.layer, at)
     right, shared, wrong = layer.computed("experts.output", at), layer.shared_expert(at), free.shared_expert(at)
     return free.computed("experts.output", at) - wrong + shared, right - shared + wrong
 
 
 def _scored(config: ModelConfig, layer: int) -> bool:
     return not config.is_hash(layer)
+
+
+def _restricted(config: ModelConfig, layer: int) -> bool:
+    return config.v41 is not None and layer > config.v41.candidate_source
+
+
+def _behind_another(config: ModelConfig, layer: int) -> bool:
+    return config.v41 is not None and layer > 0  # the first streams are copies of each other, read by any weights alike
+
+
+def _pooled(config: ModelConfig, layer: int) -> bool:
+    return config.v41 is not None and config.ratio(layer) > 1
 
 
 def _compressed(config: ModelConfig, layer: int) -> bool:
@@ -338,6 +398,7 @@ class LayersProbe(Probe):
 
     judges: ClassVar[tuple[str, ...]]  # sites, and views of them
     mistakes: ClassVar[tuple[Mistake, ...]]
+    of_v41: ClassVar[bool] = True
     tokens: int = 4500  # of the prompt: beyond the demo's original context of 4096
     rows: int = 256  # of each site that are judged with replicas; the others are computed
 
@@ -435,8 +496,8 @@ def _shown(mistake: Mistake, found: Sequence[Run]) -> list[Shown]:
     """Look for a mistake in the layers that have its site."""
     config, site = found[0].setting.config, mistake.site
     among = [run for run in found if (run.name == STRESSED) == mistake.stressed]
-    layers: list[int | None] = [None]
-    if site is not sites.HIDDEN:
+    layers: list[int | None] = [None] if mistake.applies(config, 0) else []
+    if site.name not in WHOLE_MODEL:
         layers = [
             n for n in range(config.num_hidden_layers) if has(config, n, site.name) and mistake.applies(config, n)
         ]
@@ -449,14 +510,16 @@ def _times(mistake: Mistake, run: Run, layer: int | None) -> float:
     recorded = run.recording.at(stored_name(mistake.site.name, layer))
     at = recorded[torch.linspace(0, len(recorded) - 1, min(TELLING, len(recorded))).round().long().unique()]
     still = replace(run.setting, noise=Noise(run.setting.noise.dtype, replicas=0))
-    parts = [Ends(setting) if layer is None else Layer(setting, layer, at) for setting in (run.setting, still)]
-    wrong = mistake.wrong(parts[1], at)[0]  # type: ignore[arg-type]
+    parts = [Ends(setting) if layer is None else layer_of(setting, layer, at) for setting in (run.setting, still)]
+    wrong = mistake.wrong(parts[1], at)[0]
     if mistake.site.name in CHOICES:
         right = parts[1].computed(mistake.site.name, at)[0]
         return float((wrong.sort(-1).values != right.sort(-1).values).any(-1).sum()) * 2
     moved = parts[0].computed(mistake.site.name, at).flatten(2)
-    spread = (moved[1:] - moved[0]).square().mean(0).sum(1).sqrt()
     distance = (wrong.flatten(1) - moved[0]).norm(dim=1)
+    spread = (moved[1:] - moved[0]).square().mean(0).sum(1).sqrt() if len(moved) > 1 else torch.zeros_like(distance)
+    if not bool(spread.any()):
+        return float((distance > 0).sum()) * 2
     return float((distance / (FACTOR * spread).clamp_min(1e-300)).max())
 
 
@@ -471,7 +534,8 @@ def _mistakes_table(shown: Sequence[Shown]) -> Table:
         "What these rows would have shown",
         ("site", "mistake", "run", "layer that shows it least", "times the bound"),
         [(site, what, row.run, row.layer, row.times) for (site, what), row in least.items()],
-        "Each mistake computed in float64 from the recorded rows; of a choice, twice the rows that it would change.",
+        "Each mistake computed in float64 from the recorded rows; of a choice, and of rows that are looked up, twice"
+        " the rows that it would change.",
     )
 
 
@@ -506,6 +570,7 @@ way are those of what really ran."""
     judges: ClassVar[tuple[str, ...]] = (
         sites.INDEX_QUERY_USED.name,
         sites.INDEX_KEY_USED.name,
+        sites.CANDIDATES.name,
         sites.SELECTED.name,
         sites.MIXED.name,
     )
@@ -517,6 +582,8 @@ way are those of what really ran."""
             lambda layer, at: layer.mixed(at, entries=False),
             _compressed,
         ),
+        _faulty("candidates-off", sites.SELECTED, _restricted, each=False),
+        _faulty("candidates-not-pinned", sites.CANDIDATES),
     )
 
     def parts(self, found: Sequence[Run], config: ModelConfig) -> Iterator[Part]:
@@ -527,7 +594,7 @@ way are those of what really ran."""
         rows: list[tuple[float | str | None, ...]] = []
         curves: dict[str, list[tuple[float, float]]] = {}
         for layer in range(config.num_hidden_layers):
-            part, kind = Layer(still, layer, at), config.layer_kind(layer)
+            part, kind = layer_of(still, layer, at), config.layer_kind(layer)
             mass = part.masses(at)[0]  # [n, heads, 3]
             mixed, alone = part.computed(sites.MIXED.name, at)[0], part.mixed(at, entries=False)[0]
             beyond = at >= config.sliding_window
@@ -575,6 +642,7 @@ then right, on wrong numbers. Here each step is computed again in float64 from w
 the files."""
     judges: ClassVar[tuple[str, ...]] = (
         sites.EMBEDDED.name,
+        *(site.name for site in (sites.ENGRAM_ROWS, sites.ENGRAM_GATE, sites.ENGRAM_STREAMS)),
         sites.LATENT.name,
         sites.QUERY.name,
         sites.KV.name,
@@ -587,8 +655,16 @@ the files."""
         sites.LOGITS.name,
     )
     reads: ClassVar[tuple[Site, ...]] = _sites_of(judges)
-    mistakes: ClassVar[tuple[Mistake, ...]] = _tenfold_eps(
-        sites.LATENT, sites.QUERY, sites.KV, sites.ENTRY, sites.INDEX_KEY, sites.HIDDEN
+    mistakes: ClassVar[tuple[Mistake, ...]] = (
+        *_tenfold_eps(sites.ENGRAM_GATE, sites.LATENT, sites.KV, sites.ENTRY, sites.INDEX_KEY, sites.HIDDEN),
+        *_tenfold_eps(sites.QUERY, applies=_in_v4),  # V4.1 norms no heads
+        _faulty("query-head-normed", sites.QUERY),
+        _faulty("pairs-shifted", sites.ENTRY, _pooled),
+        _faulty("pairs-averaged", sites.ENTRY, _pooled),
+        _faulty("index-key-of-entry", sites.INDEX_KEY),
+        _faulty("engram-raw-ids", sites.ENGRAM_ROWS),
+        _faulty("engram-joint-norm", sites.ENGRAM_GATE),
+        _faulty("engram-no-sqrt", sites.ENGRAM_GATE),
     )
 
 
@@ -610,7 +686,11 @@ attention scaling where V4 has none. Short prompts hardly show it: the error gro
 dims of all that is rotated are judged by themselves."""
     judges: ClassVar[tuple[str, ...]] = (*(f"{site.name} rotated dims" for site in ROTATED), sites.UNROTATED.name)
     reads: ClassVar[tuple[Site, ...]] = ROTATED
-    mistakes: ClassVar[tuple[Mistake, ...]] = tuple(map(_unrotated, ROTATED))
+    mistakes: ClassVar[tuple[Mistake, ...]] = (
+        *map(_unrotated, ROTATED),
+        _faulty("entry-at-end", sites.ENTRY, _pooled),
+        _faulty("entry-by-number", sites.ENTRY, _pooled),
+    )
 
 
 class Mhc(LayersProbe):
@@ -632,14 +712,18 @@ faults."""
         *(site.name for site in (sites.ATTENTION_PRE, sites.ATTENTION_POST, sites.ATTENTION_COMB)),
         *(site.name for site in (sites.EXPERTS_PRE, sites.EXPERTS_POST, sites.EXPERTS_COMB)),
         *(site.name for site in (sites.ATTENTION_INPUT, sites.EXPERTS_INPUT, sites.ATTENTION_STREAMS)),
-        *(sites.STREAMS.name, sites.HIDDEN.name),
+        *(sites.STREAMS.name, sites.FOLDED.name, sites.HIDDEN.name),
     )
     reads: ClassVar[tuple[Site, ...]] = _sites_of(judges)
     mistakes: ClassVar[tuple[Mistake, ...]] = (
         # A doubly stochastic 2 x 2 is its own transpose.
         Mistake("comb transposed", sites.STREAMS, _transposed, lambda config, layer: config.hc_mult > 2),  # noqa: ARG005
         *_tenfold_eps(sites.ATTENTION_PRE, sites.ATTENTION_INPUT, sites.EXPERTS_PRE, sites.EXPERTS_INPUT, sites.HIDDEN),
-        *_tenfold_eps(sites.ATTENTION_PRE, sites.HIDDEN, of_mhc=True),
+        *_tenfold_eps(sites.ATTENTION_PRE, of_mhc=True),
+        *_tenfold_eps(sites.HIDDEN, of_mhc=True, applies=_in_v4),  # V4.1 has no head that reads its streams
+        _faulty("mhc-undelayed", sites.ATTENTION_INPUT, _behind_another),
+        _faulty("mhc-pre-recomputed", sites.EXPERTS_INPUT),
+        _faulty("mhc-last-mean", sites.FOLDED),
     )
 
     def known(self, found: Sequence[Run], config: ModelConfig) -> Iterator[Finding]:
@@ -710,7 +794,7 @@ one that is wrong is a small part of a row."""
         columns = [f"{low} to {high - 1}" for low, high in itertools.pairwise(RANGES)] + [f"from {RANGES[-1]} on"]
         rows = []
         for layer in range(config.num_hidden_layers):
-            mass = Layer(still, layer, at).masses(at)[0, :, :, 0].mean(1)
+            mass = layer_of(still, layer, at).masses(at)[0, :, :, 0].mean(1)
             within = [(at >= low) & (at < high) for low, high in itertools.pairwise((*RANGES, len(run.setting.tokens)))]
             means = [float(mass[part].mean()) if bool(part.any()) else None for part in within]
             rows.append((layer, config.layer_kind(layer).name, *means))
@@ -765,6 +849,7 @@ clamp, the stressed run's inputs are scaled until experts must clamp."""
             sites.EXPERTS_OUTPUT,
             lambda layer, at: layer.computed(sites.EXPERTS_OUTPUT.name, at) + layer.shared_expert(at),
         ),
+        _faulty("bias-vl-for-text", sites.EXPERT_IDS, each=False),
         Mistake("routed experts unclamped", sites.EXPERTS_OUTPUT, lambda *part: _unclamped(*part)[0], stressed=True),
         Mistake("shared expert unclamped", sites.EXPERTS_OUTPUT, lambda *part: _unclamped(*part)[1], stressed=True),
     )

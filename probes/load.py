@@ -1,11 +1,12 @@
 """Load: whether the model computes with what the checkpoint's files hold, all of it."""
 
+import copy
 import json
 import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fathom.kernels import compiled
-from fathom.kernels.formats.stored import Dense, Weight
+from fathom.kernels.formats.stored import Dense
 from fathom.kernels.ops import Ops
-from fathom.model.cache.layers import LayerCache
+from fathom.model.call import Call
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
@@ -31,7 +32,7 @@ from fathom.model.transformer import Transformer
 from fathom.probes.finding import JSON, Finding, Part, Report, Table, Text, exactly, judged, measured, some, tripped
 from fathom.probes.judge.oracle import F64, decoded
 from fathom.probes.probe import Probe, Progress, one_rank
-from fathom.probes.shared.held import Held, find, used
+from fathom.probes.shared.held import Held, Value, find, used
 from fathom.probes.subject import Subject, run_tokens, selects_all
 
 WHOLE: Final = 256 << 20  # bytes of tensor data up to which every number is compared
@@ -112,6 +113,11 @@ class Compared:
                 shown = [place[0] + low, *(axis + column for axis in place[1:])]
                 self.first = f"{shown} is {float(found[place]):.6g}, the file holds {float(part[place]):.6g}"
             self.differing += int(wrong.sum())
+
+
+def of_images(name: str) -> bool:
+    """Whether a parameter of V4.1 is of tokens that stand for parts of an image: no run of text reads it."""
+    return name.endswith("bias_vl")
 
 
 def layer_of(name: str) -> int | None:
@@ -315,9 +321,9 @@ def without_effect(
 ) -> Iterator[tuple[str, bool]]:
     """Change each parameter in turn, and compare bit by bit.
 
-    A parameter of a layer is changed alone, and the layer runs again on the streams that it got in an unchanged run:
-    all tokens in one call, from an empty cache. A parameter outside of the layers is judged by the logits of the last
-    token of a whole run. A tripwire that goes off is an effect too. Every parameter is put back.
+    A parameter of a layer is changed alone, and the layer runs again on what it got in an unchanged run of all tokens
+    in one call. A parameter outside of the layers is judged by the logits of the last token of a whole run. A tripwire
+    that goes off is an effect too. Every parameter is put back.
 
     Yields
     ------
@@ -325,24 +331,16 @@ def without_effect(
         A name, and whether its change changed nothing.
 
     """
-    generator, ids = torch.Generator().manual_seed(seed), torch.tensor(tokens, device=model.device)
-    entering: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]  # streams [t, s, hidden] by layer
-    listeners = {
-        sites.EMBEDDED: lambda _, x: entering[0].append(x[:, None].repeat(1, model.config.hc_mult, 1)),
-        sites.STREAMS: lambda layer, x: entering[layer + 1].append(x.clone()),
-    }
-    with listening(model, listeners):
-        run_tokens(model, tokens, chunk)
+    generator = torch.Generator().manual_seed(seed)
 
-    def run(layer: int | None) -> Tensor:
+    def run(layer: int | None) -> list[Tensor]:
         if layer is None:
-            return model.logits(run_tokens(model, tokens, chunk)[0][-1:])
-        cache = model.new_state(len(tokens), len(tokens)).layers[layer]
-        assert isinstance(cache, LayerCache)
-        streams: Tensor = model.blocks[layer](torch.cat(entering[layer]), model.call(ids, 0), cache)
-        return streams
+            return [model.logits(run_tokens(model, tokens, chunk)[0][-1:])]
+        return entered[layer].again()
 
     with torch.inference_mode():
+        with entering(model) as entered:
+            run_tokens(model, tokens, len(tokens))
         for layer in (*range(len(model.blocks)), None):
             before = run(layer)
             for name in (name for name in names if layer_of(name) == layer):
@@ -350,18 +348,55 @@ def without_effect(
                     yield name, _same(held, partial(run, layer), before, generator)
 
 
-def _same(held: Held, run: Callable[[], Tensor], before: Tensor, generator: torch.Generator) -> bool:
+class Entered:
+    """A layer, by what runs it; it runs as it did, and once more on the same."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *given: Any) -> Any:
+        """Keep what the layer is given, and run it."""
+        self.given = self._copied(given)
+        return self.forward(*given)
+
+    run = __call__  # as layers of V4.1 are called
+
+    def again(self) -> list[Tensor]:
+        """What it leaves to the next layer, of the same."""
+        return list(_tensors([self(*self.given)]))
+
+    @staticmethod
+    def _copied(given: tuple[Any, Call, Any]) -> tuple[Any, Call, Any]:
+        passed, call, cache = given
+        call = copy.copy(call)
+        call.selected = dict(call.selected)
+        return passed, call, copy.deepcopy(cache)
+
+
+@contextmanager
+def entering(model: Transformer) -> Iterator[list[Entered]]:
+    """Inside the ``with``, every layer keeps what it is given."""
+    blocks: Any = model.blocks
+    entered: Any = [Entered(block if model.config.v41 is None else block.run) for block in blocks]
+    model.blocks = entered
+    try:
+        yield entered
+    finally:
+        model.blocks = blocks
+
+
+def _same(held: Held, run: Callable[[], list[Tensor]], before: list[Tensor], generator: torch.Generator) -> bool:
     value = held.value
     held.put(_another(value, generator))
     try:
-        return torch.equal(run(), before)
+        return all(map(torch.equal, run(), before))
     except Tripwire:
         return False
     finally:
         held.put(value)
 
 
-def _another(value: Weight | Tensor, generator: torch.Generator) -> Weight | Tensor:
+def _another(value: Value, generator: torch.Generator) -> Value:
     """Other numbers of the same form: rows in another order where numbers are packed, else noise of their own size."""
     if isinstance(value, Dense):
         return Dense(_noisy(value.data, generator))
@@ -412,6 +447,7 @@ every parameter is an operand, but a part of each sink vector is never read. Tha
 A table of expert ids that is all zeros is right wherever the file's is zero (its row in the table of what parameters
 are stored as has the share): a spot check may well be content."""
 
+    of_v41: ClassVar[bool] = True
     tokens: int = 256  # of the prompt, at least
     effects: bool = True  # whether each parameter is also changed: 210 runs of one layer in the demo
 
@@ -454,7 +490,7 @@ are stored as has the share): a spot check may well be content."""
     def _run(self, subject: Subject, names: Sequence[str], files: Files, progress: Progress) -> Ran:
         """Reads and effects. A tripwire ends them and not the probe: what was compared before says more than it."""
         ran, model, chunk = Ran(), subject.model, subject.options.prefill_chunk
-        tokens = subject.tokens(self._count(subject.config))
+        tokens, names = subject.tokens(self._count(subject.config)), [name for name in names if not of_images(name)]
         progress(0.2, f"a prompt of {len(tokens)} tokens, watched")
         try:
             watch(model, names, tokens, chunk, ran)
@@ -493,10 +529,18 @@ def _expected(config: ModelConfig) -> int:
 
     Embedding, head, norm and the head's three of mHC. In each layer: 2 norms, 6 of mHC, 8 of attention, a gate and its
     bias or table, 3 matrices for each expert; 4 for each compressor, and 2 for the indexer beside its compressor.
+
+    V4.1 has no mHC at its head and in each layer a bias more, of images. A compressor has 2 parameters, and a gate
+    where it pools; its index keys have 2, and n-grams 4.
     """
-    of_kind = {LayerKind.SWA: 0, LayerKind.HCA: 4, LayerKind.CSA: 4 + 4 + 2}
     of_each = 2 + 6 + 8 + 2 + 3 * (config.n_routed_experts + 1)
-    return 6 + sum(of_each + of_kind[kind] for kind in config.layer_kinds)
+    if config.v41 is None:
+        of_kind = {LayerKind.SWA: 0, LayerKind.HCA: 4, LayerKind.CSA: 4 + 4 + 2}
+        return 6 + sum(of_each + of_kind[kind] for kind in config.layer_kinds)
+    layers = range(config.num_hidden_layers)
+    made = sum(2 + (config.ratio(layer) > 1) + 2 for layer in layers if config.makes_entries(layer))
+    selecting, grams = 2 * sum(map(config.selects, layers)), 4 * len(config.v41.engram.layer_ids)
+    return 3 + (of_each + 1) * len(layers) + made + selecting + grams
 
 
 def value_findings(compared: Sequence[Compared], config: ModelConfig) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple
+from types import NoneType
+from typing import Any, ClassVar, Final, NamedTuple
 
 import psutil
 import torch
@@ -24,8 +25,9 @@ from fathom.model.cache.entries import Entries
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.frontier import Frontier
 from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
+from fathom.model.cache.shared import SharedCache
 from fathom.model.checkpoint.weights import HASHED_WHOLE
-from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.config import V41, LayerKind, ModelConfig
 from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
@@ -58,6 +60,7 @@ from fathom.runtime.report import peak_memory
 ITEM_BYTES: Final = {"bf16": 2, "fp32": 4}
 IN_DTYPE: Final = ("dtype", "dtype")  # how entries and index keys are stored where nothing else was asked for
 F32: Final = 4
+I64: Final = 8
 MIB: Final = 1 << 20
 MILLION: Final = 1_000_000
 
@@ -87,6 +90,7 @@ class Memory(Probe):
     question: ClassVar[str] = "Do the caches take what the arithmetic says, and does nothing else grow with the prompt?"
     reads: ClassVar[tuple[Site, ...]] = (sites.KV, sites.ENTRY, sites.INDEX_KEY_USED)
     of_fathom: ClassVar[bool] = True
+    of_v41: ClassVar[bool] = True
     background: ClassVar[str] = """\
 V4's promise is a million tokens in a few gigabytes: a layer keeps the KV of its window, one entry for every 4 tokens
 (CSA) or 128 (HCA), and in CSA layers an index key beside each entry. What breaks the promise is seldom the arithmetic.
@@ -249,9 +253,14 @@ def layer_bytes(
     pooling does not depend on where calls end. In a CSA layer windows overlap: each token brings two series, and the
     tokens of the last closed window are kept as well; and beside every entry lies an index key, `index_head_dim` wide,
     one for all index heads, with a frontier of its own. `formats` are those of entries and of keys.
+
+    In V4.1 few layers have entries and index keys, both of one frontier, in which windows do not overlap; a layer with
+    n-grams keeps the numbers of the tokens that one reaches over, as it keeps its window.
     """
     d, di, ratio = config.head_dim, config.index_head_dim, config.ratio(layer)
     sizes = {"window": (config.sliding_window + min(chunk, context) - 1) * d * item}
+    if config.v41 is not None:
+        return sizes | _more_of_v41(config.v41, config, layer, context, chunk, item)
     kind = config.layer_kind(layer)
     if kind is LayerKind.SWA:
         return sizes
@@ -260,6 +269,17 @@ def layer_bytes(
     sizes |= {"entries": context // ratio * entry, "frontier": 2 * rows * d * F32}
     if kind is LayerKind.CSA:
         sizes |= {"indexer_keys": context // ratio * key, "indexer_frontier": 2 * rows * di * F32}
+    return sizes
+
+
+def _more_of_v41(own: V41, config: ModelConfig, layer: int, context: int, chunk: int, item: int) -> dict[str, int]:
+    sizes, ratio, d = {}, config.ratio(layer), config.head_dim
+    if layer in own.engram.layer_ids:
+        sizes["tokens"] = (own.engram.max_ngram + min(chunk, context) - 1) * I64
+    if config.makes_entries(layer):
+        rows = context // ratio
+        sizes |= {"entries": rows * d * item, "indexer_keys": rows * config.index_head_dim * item}
+        sizes["frontier"] = 2 * ratio * d * F32
     return sizes
 
 
@@ -348,6 +368,7 @@ def _published(config: ModelConfig, layers: tuple[int, int, int]) -> ModelConfig
     kinds, ratios = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA), (4, 128, 0)
     return replace(
         config,
+        v41=None,
         num_hidden_layers=sum(layers),
         layer_kinds=tuple(kind for kind, count in zip(kinds, layers, strict=True) for _ in range(count)),
         compress_ratios=tuple(ratio for ratio, count in zip(ratios, layers, strict=True) for _ in range(count)),
@@ -385,11 +406,15 @@ def allocations(
 def _storages(cache: Components) -> dict[str, int]:
     """Bytes of the storages behind a cache's tensors, by component; a storage that two share counts once."""
     names = {"ring": "window", "keys": "indexer_keys", "key_frontier": "indexer_frontier"}
+    theirs: tuple[str, ...] = ()
+    if isinstance(cache, SharedCache):
+        names["key_frontier"] = "frontier"
+        theirs = () if cache.own else ("entries", "keys", "key_frontier")
     seen: set[int] = set()
     sizes: dict[str, int] = {}
     for attribute, part in vars(cache).items():
-        if isinstance(part, Mapping):
-            continue  # the same parts again, by name
+        if isinstance(part, Mapping | int | NoneType) or attribute in theirs:
+            continue  # the same parts again, by name; no part; one of another layer
         values = [held if isinstance(held, tuple) else (held,) for held in vars(part).values()]
         for tensor in itertools.chain.from_iterable(values):  # the planes of a narrow form are a tuple
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in seen:
@@ -482,10 +507,8 @@ def poison(state: State) -> None:
     for cache in state.layers:
         assert isinstance(cache, LayerCache)
         buffers = [cache.ring.data]
-        if isinstance(cache, HcaCache):
-            buffers += [*stored.planes(cache.entries.data).values(), cache.frontier.kv, cache.frontier.gate]
-        if isinstance(cache, CsaCache):
-            buffers += [*stored.planes(cache.keys.data).values(), cache.key_frontier.kv, cache.key_frontier.gate]
+        for part in _compressed(cache).values():
+            buffers += [part.kv, part.gate] if isinstance(part, Frontier) else stored.planes(part.data).values()
         for buffer in buffers:
             buffer.view(torch.uint8).fill_(0xFF)  # NaN in every dtype here; of E2M1, which has none, in its scales
 
@@ -512,13 +535,26 @@ def look(state: State, written: Written) -> list[Rows]:
         oldest = max(0, position - len(ring))
         recent = {p % len(ring): row for p, row in enumerate(torch.cat(written.kv[layer])) if p >= oldest}
         rows.append(_rows(layer, "window", position, ring, recent))
-        if isinstance(cache, HcaCache):
-            rows.append(_rows(layer, "entries", position, cache.entries.data, _in_order(written.entries[layer])))
-            rows.append(_frontier(layer, "frontier", position, cache.frontier))
-        if isinstance(cache, CsaCache):
-            rows.append(_rows(layer, "indexer_keys", position, cache.keys.data, _in_order(written.keys[layer])))
-            rows.append(_frontier(layer, "indexer_frontier", position, cache.key_frontier))
+        for name, part in _compressed(cache).items():
+            if isinstance(part, Frontier):
+                rows.append(_frontier(layer, name, position, part))
+            else:
+                shown = written.entries if name == "entries" else written.keys
+                rows.append(_rows(layer, name, position, part.data, _in_order(shown[layer])))
     return rows
+
+
+def _compressed(cache: LayerCache) -> dict[str, Any]:
+    """What a cache has of its own beside its window, by component: rows, and frontiers."""
+    if isinstance(cache, SharedCache):
+        both = {"entries": cache.entries, "indexer_keys": cache.keys} if cache.own else {}
+        return both | ({"frontier": cache.key_frontier} if cache.own else {})
+    found: dict[str, Any] = {}
+    if isinstance(cache, HcaCache):
+        found |= {"entries": cache.entries, "frontier": cache.frontier}
+    if isinstance(cache, CsaCache):
+        found |= {"indexer_keys": cache.keys, "indexer_frontier": cache.key_frontier}
+    return found
 
 
 def _in_order(parts: list[Tensor]) -> dict[int, Tensor]:
@@ -626,7 +662,8 @@ def peak_beyond_base(subject: Subject, context: int, chunk: int, threads: int) -
         if subject.fault is not None:
             subject.fault.inject(model)
         state = noise_up_to(model, context - chunk, chunk)
-        tokens = torch.arange(chunk, device=device) % model.config.vocab_size
+        texts = [n for n in range(model.config.vocab_size) if n not in model.config.eos_token_ids[1:]]  # no image's
+        tokens = torch.tensor(texts, device=device)[torch.arange(chunk, device=device) % len(texts)]
         model(tokens, state)
         peak = peak_memory(device)
         del model, state, tokens

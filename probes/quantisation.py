@@ -57,7 +57,7 @@ from fathom.probes.judge.oracle import (
     length,
 )
 from fathom.probes.probe import Probe, Progress, one_rank
-from fathom.probes.shared.held import find
+from fathom.probes.shared.held import Value, find
 from fathom.probes.shared.recorder import Recorder
 from fathom.probes.subject import Subject
 
@@ -456,10 +456,10 @@ class Stored:
     values: int = 0
     differing: list[str] = field(default_factory=list)  # matrices whose bytes, as held, are not the files'
 
-    def add(self, name: str, held: Weight | Tensor | None, filed: Weight) -> None:
+    def add(self, name: str, held: Value | None, filed: Weight) -> None:
         """Count one matrix as the model holds it."""
         self.matrices += 1
-        if held is None or isinstance(held, Tensor) or type(held) is not type(filed) or not _same(held, filed):
+        if held is None or type(held) is not type(filed) or not _same(held, filed):
             self.differing.append(name)
         if not isinstance(held, Fp8 | Fp4):
             return
@@ -503,7 +503,7 @@ class Stored:
         return [self.form, self.matrices, self.blocks or None, *(ends or (None, None)), used, *codes]
 
 
-def _same(held: Weight, filed: Weight) -> bool:
+def _same(held: Value, filed: Weight) -> bool:
     """Whether two matrices of one form are the same bytes."""
     ours, theirs = ([part.cpu().contiguous().flatten().view(torch.uint8) for part in of] for of in (held, filed))
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -20,6 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.weights import fingerprint
+from fathom.model.config import ModelConfig
+from fathom.model.observe.sites import OF_V41
 from fathom.probes.finding import (
     FAILURES,
     JSON,
@@ -118,7 +120,7 @@ def of_run(run: Run, subject: Subject, command: str) -> Page:
         *(part for part in report.parts if part is not first),
         *(_section("What surprised us", probe.noticed) if _as_noticed(probe, subject, command) else []),
         *_section("What this does not claim", report.not_claimed),
-        *_section("What it watches", _watched(run)),
+        *_section("What it watches", _watched(run, subject)),
     ]
     facts = facts_of(run, subject, command)
     data = {
@@ -166,8 +168,11 @@ def _section(title: str, text: str) -> list[Part]:
     return [Text(title, text)] if text.strip() else []
 
 
-def _watched(run: Run) -> str:
-    sites = [f"- `{site.name}` [{', '.join(site.shape.split())}]: {site.what}" for site in run.probe.reads]
+def _watched(run: Run, subject: Subject) -> str:
+    config = subject.load_any().model.config
+    of_v41 = isinstance(config, ModelConfig) and config.v41 is not None
+    reads = [site for site in run.probe.reads if of_v41 or site not in OF_V41]
+    sites = [f"- `{site.name}` [{', '.join(site.shape.split())}]: {site.what}" for site in reads]
     return "\n".join(["Sites of the model, see `model/observe/sites.py`:\n", *sites]) if sites else ""
 
 

@@ -1,5 +1,5 @@
 """The lightning indexer: scores of every visible entry, and the best k."""
 
-from fathom.kernels.indexer import candidates, cpu, reference
+from fathom.kernels.indexer import cpu, cpu_candidates, reference
 
-__all__ = ["candidates", "cpu", "reference"]
+__all__ = ["cpu", "cpu_candidates", "reference"]

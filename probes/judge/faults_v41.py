@@ -1,7 +1,7 @@
 """Faults of DeepSeek-V4.1 runtimes, each a layer of the oracle in which one equation is wrong.
 
-No run is made of V4.1 here, so a fault is tried on the oracle itself: a wrong layer is given what was recorded before a
-site, and what it computes there is compared with the recording, as `probes.judge.causes` compares plain causes.
+A fault is tried on the oracle itself: a wrong layer is given what was recorded before a site, and what it computes
+there is compared with the recording, as `probes.judge.causes` compares plain causes.
 """
 
 import time

@@ -588,8 +588,12 @@ class Part:
         return self.noise.moved(self.noise.summed(x @ weight.T, length(x)[..., None] * length(weight)))
 
     def rms_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """``x / sqrt(mean x^2 + eps)`` over the last axis, times the weight."""
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        """``x / sqrt(mean x^2 + eps)`` over the last axis, times the weight.
+
+        The factor of a row is rounded by itself, in fp32: that error is common to all numbers of the row.
+        """
+        factor = self.noise.moved(torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps), F32)
+        y = x * factor
         return self.noise.moved(y if weight is None else y * weight)
 
     def mixes(self, streams: Tensor, name: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from fathom.kernels.formats.reference import decode
 from fathom.kernels.formats.rows_reference import decode as decode_rows
 from fathom.kernels.formats.stored import Rows, Slots, Weight
+from fathom.kernels.indexer.reference import best_places, of_blocks, opened, peaks
 from fathom.kernels.ops import Ops
 from fathom.kernels.quantise.reference import hadamard as reference_hadamard
 
@@ -52,6 +53,8 @@ def exact(ops: Ops) -> Ops:
         hadamard=hadamard,
         pool=pool,
         select=select,
+        open_blocks=open_blocks,
+        select_open=select_open,
         attend=attend,
         hyper_weights=hyper_weights,
         head_weights=head_weights,
@@ -102,15 +105,32 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
 
 
 def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
-    """`kernels.indexer.reference.select`; scores are rounded to fp32, so that equal ones are equal."""
-    n = keys.shape[0]
-    per_head = (q.double() @ decode_rows(keys).double().T).relu()  # [t, h, n]
-    scores = (head_weights.double()[:, None] @ per_head)[:, 0].float()
-    seen = ((torch.arange(first, first + q.shape[0], device=q.device) + 1) // ratio)[:, None]
-    scores.masked_fill_(torch.arange(n, device=q.device) >= seen, float("-inf"))
+    """`kernels.indexer.reference.select`."""
+    (scores, seen), n = _scores(q, head_weights, keys, first, ratio), keys.shape[0]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : min(k, n)]
     best = torch.where(best < seen, best, n).sort(dim=-1).values
     return torch.where(best < n, best, -1).to(torch.int32)
+
+
+def _scores(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int) -> tuple[Tensor, Tensor]:
+    """Scores [t, n] rounded to fp32, so that equal ones are equal, -inf where not visible; entries that are [t, 1]."""
+    per_head = (q.double() @ decode_rows(keys).double().T).relu()  # [t, h, n]
+    scores = (head_weights.double()[:, None] @ per_head)[:, 0].float()
+    seen = ((torch.arange(first, first + q.shape[0], device=q.device) + 1) // ratio)[:, None]
+    return scores.masked_fill_(torch.arange(keys.shape[0], device=q.device) >= seen, float("-inf")), seen
+
+
+def open_blocks(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, size: int, count: int) -> Tensor:
+    """`kernels.indexer.reference.open_blocks`."""
+    scores, seen = _scores(q, head_weights, keys, first, ratio)
+    return opened(peaks(scores, size), seen, size, count)
+
+
+def select_open(
+    q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int, blocks: Tensor, size: int
+) -> Tensor:
+    """`kernels.indexer.reference.select_open`."""
+    return best_places(of_blocks(_scores(q, head_weights, keys, first, ratio)[0], blocks, size), k)
 
 
 def attend(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from fathom.kernels.formats.reference import looked_up
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, NvFp4, Weight, rows
 from fathom.kernels.ops import Ops
 from fathom.model.linear import Embedding, GroupedLinear, Linear, OutputLinear, Reader
 from fathom.model.moe import MoE
@@ -27,7 +28,12 @@ _SPELLINGS = (
     (".ffn.", ".experts."),
     (".shared_experts.", ".shared."),
     (".tid2eid", ".table"),
+    (".bias_vl", ".bias_of_images"),
+    (".indexer.wk", ".indexer.compressor.wk"),
+    (".indexer.k_norm", ".indexer.compressor.norm"),
+    (".engram.embed", ".engram.table"),
 )
+Value = Weight | Fp8Rows | Tensor
 IDENTITY = 1 << 21  # numbers in a tile of the identity: 8 MiB of fp32
 
 
@@ -40,12 +46,12 @@ class Held:
     stacked: MoE | None = None  # that reads the matrix of a routed expert from a stack of its own
 
     @property
-    def value(self) -> Weight | Tensor:
+    def value(self) -> Value:
         """What the model holds there now."""
-        value: Weight | Tensor = getattr(self.holder, self.attribute)
+        value: Value = getattr(self.holder, self.attribute)
         return value
 
-    def put(self, value: Weight | Tensor) -> None:
+    def put(self, value: Value) -> None:
         """Let the model hold something else."""
         setattr(self.holder, self.attribute, value)
         if self.stacked is not None:
@@ -82,7 +88,7 @@ def find(model: Transformer, name: str) -> Held | None:
     return Held(holder, attribute, stacked) if isinstance(value, _KINDS) else None
 
 
-_KINDS = (Tensor, Dense, Fp8, Fp4, NvFp4)
+_KINDS = (Tensor, Dense, Fp8, Fp8Rows, Fp4, NvFp4)
 
 
 def used(ops: Ops, held: Held, groups: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -101,6 +107,9 @@ def used(ops: Ops, held: Held, groups: int, start: int, stop: int) -> Iterator[t
     value = held.value
     if isinstance(value, Tensor):
         yield 0, value[start:stop]
+        return
+    if isinstance(value, Fp8Rows):
+        yield 0, looked_up(value, torch.arange(start, stop), torch.float32)
         return
     part = value if (start, stop) == (0, value.shape[0]) else rows(value, start, stop)
     grouped = isinstance(held.holder, GroupedLinear)

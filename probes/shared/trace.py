@@ -20,7 +20,8 @@ from fathom.model.transformer import Transformer
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_EXPERTS = {sites.ROUTED_GATE, sites.ROUTED_UP}
-OF_TOKENS = tuple(site for site in sites.SITES if site not in _OF_EXPERTS)  # all but those whose rows come by expert
+EVERY = (*sites.SITES, *sites.OF_V41)
+OF_TOKENS = tuple(site for site in EVERY if site not in _OF_EXPERTS)  # all but those whose rows come by expert
 
 
 def row_digests(x: Tensor) -> Tensor:

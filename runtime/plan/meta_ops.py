@@ -34,7 +34,7 @@ def on_meta(ops: Ops, alive: Alive, values: Values) -> Ops:
     made: dict[str, Any] = {"name": ops.name}
     for name, op in ops._asdict().items():
         if name != "name":
-            runs = backend(op) == "reference" and name not in {"store", "open_blocks", "select_open"}
+            runs = backend(op) == "reference" and name != "store"
             made[name] = op if runs else _told(name, op, alive, values)
     apart = ("experts", "experts_fp8") if reads_apart(ops) else ()  # one expert after the other
     for name in COMPOSED:
@@ -157,8 +157,8 @@ _SIZES: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "pack_fp8": lambda x, group: (x.numel(), group, x.itemsize),
     "unpack_fp8": lambda x, group, dtype: (x.numel() * group // (group + 1), group, dtype.itemsize),
     "select": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2], _stored_as(keys), q.itemsize),
-    "open_blocks": lambda q, _, keys, *more: (*q.shape, keys.shape[0], _blocks(keys, *more)),
-    "select_open": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2]),
+    "open_blocks": lambda q, _, keys, *more: (*q.shape, keys.shape[0], *more[2:]),
+    "select_open": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2], more[3].shape[1], more[4]),
     "attend": _of_attended,
     **dict.fromkeys(("hyper_weights", "read_streams"), lambda streams, *_: (*streams.shape, streams.itemsize)),
     "experts": lambda x, ids, _, w1, *__: _of_stack(x, ids, w1, x.shape[1], w1.shape[0]),

@@ -1,13 +1,15 @@
 """Ops of DeepSeek-V4.1: entries in E2M1, candidates, FP8 in blocks of 32, n-grams; against equations written anew."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.profiler import profile
 
 from fathom.kernels.formats.reference import decode, e8m0, looked_up
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, rows
-from fathom.kernels.indexer.candidates import SCORES, open_blocks, select_open
+from fathom.kernels.indexer import cpu_candidates
 from fathom.kernels.linear.reference import Product
 from fathom.kernels.ops import CPU, REFERENCE, rounding_by
 from fathom.kernels.quantise.reference import simulate_entries, simulate_fp8
@@ -48,11 +50,12 @@ def scored(t, n, heads=4, width=32, seed=0):
 
 @pytest.mark.parametrize(("first", "ratio"), [(0, 1), (40, 1), (0, 2), (13, 2)])
 @pytest.mark.parametrize("size", [1, 4, 8])
-def test_open_blocks_are_the_best_and_the_newest(first, ratio, size):
+@SETS
+def test_open_blocks_are_the_best_and_the_newest(ops, first, ratio, size):
     t, count = 30, 3
     n = (first + t) // ratio
     given, scores = scored(t, n)
-    found = open_blocks(*given, first, ratio, size, count)
+    found = ops.open_blocks(*given, first, ratio, size, count)
     assert found.dtype == torch.int32
     for row in range(t):
         seen = (first + row + 1) // ratio
@@ -64,32 +67,66 @@ def test_open_blocks_are_the_best_and_the_newest(first, ratio, size):
 
 
 @pytest.mark.parametrize(("first", "ratio"), [(0, 1), (40, 1), (13, 2)])
-def test_a_selection_is_of_open_blocks_alone(first, ratio):
-    t, size, k = 30, 4, 5
+@pytest.mark.parametrize("k", [5, 40])
+@SETS
+def test_a_selection_is_of_open_blocks_alone(ops, first, ratio, k):
+    t, size = 30, 4
     n = (first + t) // ratio
     given, scores = scored(t, n, seed=3)
-    blocks = open_blocks(*given, first, ratio, size, 3)
-    found = select_open(*given, first, ratio, k, blocks, size)
+    blocks = ops.open_blocks(*given, first, ratio, size, 3)
+    found = ops.select_open(*given, first, ratio, k, blocks, size)
+    assert found.shape == (t, min(k, n))
     for row in range(t):
         seen, opened = (first + row + 1) // ratio, {*blocks[row].tolist()}
         able = [e for e in range(seen) if e // size in opened]
         assert [e for e in found[row].tolist() if e >= 0] == sorted(sorted(able, key=lambda e: -scores[row, e])[:k])
 
 
-def test_tiles_change_nothing(monkeypatch):
+@pytest.mark.parametrize("size", [1, 8, 7])
+def test_tiles_change_nothing(monkeypatch, size):
     given, _ = scored(50, 60)
-    whole = open_blocks(*given, 10, 1, 8, 4)
-    chosen = select_open(*given, 10, 1, 6, whole, 8)
-    monkeypatch.setattr("fathom.kernels.indexer.candidates.SCORES", 1)
-    assert SCORES > 1
-    assert open_blocks(*given, 10, 1, 8, 4).equal(whole)
-    assert select_open(*given, 10, 1, 6, whole, 8).equal(chosen)
+    whole = REFERENCE.open_blocks(*given, 10, 1, size, 4)
+    chosen = REFERENCE.select_open(*given, 10, 1, 6, whole, size)
+    for name, few in (("ROWS", 12), ("KEYS", 32 * 13), ("PER_HEAD", 12 * 13)):  # 3 tokens, 13 keys
+        monkeypatch.setattr(cpu_candidates, name, few)
+    assert CPU.open_blocks(*given, 10, 1, size, 4).equal(whole)
+    assert CPU.select_open(*given, 10, 1, 6, whole, size).equal(chosen)
 
 
-def test_where_all_blocks_are_open_a_selection_is_any_other():
+@SETS
+def test_of_equal_scores_the_lower_is_taken(ops):
+    q, w, keys = torch.ones(3, 2, 32), torch.ones(3, 2), torch.ones(40, 32)
+    blocks = ops.open_blocks(q, w, keys, 37, 1, 4, 3)
+    assert blocks.tolist() == [[0, 1, 9]] * 3  # the best two, and that of the newest entry
+    assert ops.select_open(q, w, keys, 37, 1, 5, blocks, 4).tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize(("op", "more"), [("open_blocks", (16, 8)), ("select_open", ())])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_what_candidates_take_is_what_is_planned(op, more, tokens):
+    """Of 20,000 keys: within 10 % of the plan, and a small part of all scores."""
+    n, k = 20_000, 64
+    (q, w, keys), _ = scored(tokens, n, heads=16, width=64)
+    given = (q, w, keys.bfloat16(), n - tokens, 1)
+    if op == "select_open":
+        more = (k, CPU.open_blocks(*given, 16, 256), 16)
+    with profile(profile_memory=True) as profiler:
+        getattr(CPU, op)(*given, *more)
+    sizes = sorted((e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]")
+    taken = max(itertools.accumulate(nbytes for _, nbytes in sizes))
+    shape = (tokens, 16, 64, n)
+    if op == "open_blocks":
+        planned = cpu_candidates.open_blocks_scratch(*shape, *more)
+    else:
+        planned = cpu_candidates.select_open_scratch(*shape, k, 256, 16)
+    assert 0.6 * planned <= taken <= planned
+
+
+@SETS
+def test_where_all_blocks_are_open_a_selection_is_any_other(ops):
     given, _ = scored(50, 60)
     every = torch.arange(8, dtype=torch.int32).expand(50, -1)
-    assert select_open(*given, 10, 1, 6, every, 8).equal(REFERENCE.select(*given, 10, 1, 6))
+    assert ops.select_open(*given, 10, 1, 6, every, 8).equal(REFERENCE.select(*given, 10, 1, 6))
 
 
 # --- FP8 in blocks of 32

@@ -279,7 +279,7 @@ def test_what_is_not_built_is_refused(small, capsys, name):
 
 
 def test_a_probe_of_v4_says_that_it_is_none_of_v41(small, capsys):
-    assert probe.main(["mhc", "--model", str(small)]) == 1
+    assert probe.main(["quantisation", "--model", str(small)]) == 1
     assert "it is not built for DeepSeek-V4.1" in capsys.readouterr().out
 
 
