@@ -1,0 +1,143 @@
+"""Probes on DeepSeek-V4.1: a healthy run passes all that are built for it, and a fault is found where it is."""
+
+import dataclasses
+
+import pytest
+
+from fathom.model.attention import Attention
+from fathom.model.engram import Engram
+from fathom.model.hyper import HyperConnection
+from fathom.model.moe import TextGate
+from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention
+from fathom.probes import bits, load, memory
+from fathom.probes.layers import KINDS
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.scripts import make_checkpoint
+
+LAYERS = {kind.name: kind(tokens=300, rows=16) for kind in KINDS}
+PROBES = LAYERS | {
+    "bits": dataclasses.replace(bits.QUICK, chunks=(3,), kept=(62,)),
+    "load": load.QUICK,
+    "memory": memory.QUICK,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    out = tmp_path_factory.mktemp("small") / "v41"
+    assert make_checkpoint.main(["--small-v41", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def healthy(small):
+    return Subject(small)
+
+
+def failed(name, subject):
+    report = run_probe(PROBES[name], subject, silent).report
+    assert report.judged, f"{name} judged nothing"
+    return [(finding.layer, finding.what) for finding in report.findings if finding.failed]
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_healthy_run_passes(healthy, name):
+    assert not failed(name, healthy)
+
+
+def test_every_parameter_of_a_text_has_an_effect(healthy):
+    """But the bias of images."""
+    model = healthy.model
+    names = [name for name in healthy.load().census.mappings if name.startswith(("layers.4.", "layers.6."))]
+    asked = [name for name in names if ".experts." not in name]
+    effects = dict(load.without_effect(model, asked, healthy.tokens(150), 150, 0))
+    assert len(effects) == len(asked) > 40
+    none = {name for name, same in effects.items() if same}
+    assert none == {"layers.4.ffn.gate.bias_vl", "layers.6.ffn.gate.bias_vl"} == set(filter(load.of_images, asked))
+
+
+def _undelayed(patch):
+    def read_by(self, pre, streams, norm):
+        del pre
+        return HyperConnection.read(self, streams, norm)
+
+    patch.setattr(DelayedConnection, "read_by", read_by)
+
+
+def _forgotten(patch):
+    """N-grams begin anew with each call."""
+    right = Engram.rows
+
+    def rows(self, call, tokens):
+        tokens.last = lambda end, count: type(tokens).last(tokens, end, count)[-call.count :]
+        return right(self, call, tokens)
+
+    patch.setattr(Engram, "rows", rows)
+
+
+def _rotated(patch):
+    """Entries where V4 has them, at the first token of their block of 4."""
+    right = EntryMaker.row
+
+    def row(self, pooled, call, first, ratio):
+        return right(self, pooled, call, first, 2 * ratio)
+
+    patch.setattr(EntryMaker, "row", row)
+
+
+def _of_images(patch):
+    right = TextGate.choose_by
+
+    def choose_by(self, prefix, weights):
+        right(self, prefix, weights)
+        self.bias = self.bias_of_images
+
+    patch.setattr(TextGate, "choose_by", choose_by)
+
+
+def _every_block(patch):
+    right = SharedIndexer.build
+
+    def build(self, *given):
+        right(self, *given)
+        self.restricted = False
+
+    patch.setattr(SharedIndexer, "build", build)
+
+
+def _v4_window(patch):
+    """Rotated dims of the window's keys are not rounded."""
+    patch.setattr(WindowAttention, "kv", Attention.kv)
+
+
+def _twice(patch):
+    right = Engram.__init__
+
+    def init(self, *given):
+        right(self, *given)
+        self.k_weight = self.k_weight * self.q_weight
+
+    patch.setattr(Engram, "__init__", init)
+
+
+FAULTS = {
+    "undelayed": (_undelayed, "mhc", 0, "experts.input"),
+    "n-grams begin anew": (_forgotten, "bits", 1, "cut into calls"),
+    "n-grams begin anew, against the oracle": (_forgotten, "projections", 1, "engram.rows"),
+    "entries rotated elsewhere": (_rotated, "rope", 2, "attention.entry rotated dims"),
+    "bias of images": (_of_images, "routing", 0, "experts.ids"),
+    "bias of images, held": (_of_images, "load", 0, "numbers that differ"),
+    "every block open": (_every_block, "attention", 7, "indexer.selected"),
+    "weight of n-grams": (_twice, "load", 1, "numbers that differ"),
+    "window in V4's form": (_v4_window, "projections", 0, "attention.kv"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_where_it_is(small, monkeypatch, name):
+    put, probe, layer, what = FAULTS[name]
+    put(monkeypatch)
+    found = failed(probe, Subject(small))
+    assert any(at == layer and what in told for at, told in found), found
+    assert all(at is None or at >= layer for at, _ in found), found
