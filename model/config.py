@@ -152,7 +152,12 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: EOS, and in V4.1 what stands for an image, which no text goes on behind."""
-        return (self.eos_token_id,) if self.v41 is None else (self.eos_token_id, self.v41.image_token_id)
+        return (self.eos_token_id, *self.of_images)
+
+    @property
+    def of_images(self) -> tuple[int, ...]:
+        """Ids that stand for parts of images, which no run takes."""
+        return () if self.v41 is None else (self.v41.image_token_id,)
 
     def layer_kind(self, layer: int) -> LayerKind:
         """SWA, CSA or HCA; layers behind the last one are stages of a draft head, all of them SWA."""

@@ -5,14 +5,14 @@ by reading its own streams again. DSpark (three stages) reads streams after some
 one pass. Every stage is a block like an SWA layer with scored experts, with the rotation of SWA layers (no YaRN), and
 keeps the KV of one window. Both use the model's embedding and output head.
 
-Sources, where not said otherwise: DeepSeek's model.py of the preview and of Flash-0731, as mirrored. No accept loop was
-published, nor how MTP is fed. Secondary (vLLM): that MTP reads the token which follows a row, and how it drafts more
-than one. Guessed: that MTP's embedding at position 0 is as everywhere (vLLM zeroes it), and that Pro-0813 computes as
-Flash-0731 does.
+Sources, where not said otherwise: DeepSeek's model.py of the preview and of Flash-0731, as mirrored, and of V4.1-Flash.
+No accept loop was published, nor how MTP is fed. Secondary (vLLM): that MTP reads the token which follows a row, and
+how it drafts more than one. Guessed: that MTP's embedding at position 0 is as everywhere (vLLM zeroes it), and that
+Pro-0813 computes as Flash-0731 does.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from fathom.model.call import Call
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import MAX_DRAFTS, LayerKind, ModelConfig
+from fathom.model.errors import ConfigError
 from fathom.model.hyper import HyperHead
 from fathom.model.linear import Input, Linear
 from fathom.model.observe.observer import observed
 from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.transformer import Transformer
+from fathom.model.v41 import Carried, DelayedBlock, WindowAttention, begun
 
 
 class Drafts(NamedTuple):
@@ -131,8 +133,8 @@ class StreamListener:
         self.rows = [(first, part[: position - first]) for first, part in self.rows if first < position]
 
 
-class Stage(Block):
-    """A block of a draft head, which may be given KV to remember without being run."""
+class Remembering(Block):
+    """A block that may be given KV to remember without being run."""
 
     def remember(self, x: Tensor, call: Call, cache: LayerCache) -> None:
         """Write the KV of rows x [m, hidden], as the attention's input would be."""
@@ -154,33 +156,48 @@ class BlockAttention(Attention):
         return self.arithmetic.ops.attend(one, *sees).reshape(q.shape)
 
 
+class SlotAttention(BlockAttention, WindowAttention):
+    """The same in V4.1."""
+
+
+class DelayedStage(Remembering, DelayedBlock):
+    """A stage of V4.1's DSpark."""
+
+
 class DraftHead:
     """What both heads are built of; `install` wraps their methods as it does a model's.
 
     Attributes
     ----------
     target_layers
-        Layers of the model whose streams the head reads, in the order in which it does.
+        Layers of the model behind which the head reads the streams, in the order in which it does.
     most
         Tokens that it can draft at a time.
 
     """
 
     kind: Head
+    attention: type[Attention] = Attention
+    stage: type[Remembering] = Remembering
     target_layers: tuple[int, ...]
     most: int
 
-    def __init__(self, model: Transformer, weights: Weights, attention: type[Attention]) -> None:
+    def __init__(self, model: Transformer, weights: Weights) -> None:
         config, arithmetic = model.config, model.arithmetic
         self.model, self.config, self.arithmetic = model, config, arithmetic
         rotation = Rotation(layer_frequencies(config, LayerKind.SWA).to(model.device))
         behind, count = config.num_hidden_layers, self.kind.stages
         self.blocks = [
-            Stage(config, layer, weights, arithmetic, rotation, attention) for layer in range(behind, behind + count)
+            self.stage(config, layer, weights, arithmetic, rotation, self.attention)
+            for layer in range(behind, behind + count)
         ]
         last = config.prefix(behind + count - 1)
-        self.hyper_head = HyperHead(config, f"{last}.", weights, arithmetic)
+        self.build_end(last, weights)
         self.norm = weights.vector(f"{last}.norm.weight").float()  # [hidden]
+
+    def build_end(self, last: str, weights: Weights) -> None:
+        """Build what reads the streams behind the last stage, whose names begin so."""
+        self.hyper_head = HyperHead(self.config, f"{last}.", weights, self.arithmetic)
 
     def listener(self, drafts: int) -> StreamListener:
         """Return what listens to the model over one sequence, for up to so many drafts at a time."""
@@ -261,7 +278,7 @@ class MtpHead(DraftHead):
     kind = Head.MTP
 
     def __init__(self, model: Transformer, weights: Weights) -> None:
-        super().__init__(model, weights, Attention)
+        super().__init__(model, weights)
         self.e_proj, self.h_proj = (
             Linear(weights.matrix(f"mtp.0.{name}.weight"), self.arithmetic) for name in ("e_proj", "h_proj")
         )  # [hidden, hidden]
@@ -321,17 +338,18 @@ class DsparkHead(DraftHead):
     """
 
     kind = Head.DSPARK
+    attention = BlockAttention
+    markov = "markov_head.markov_w1", "markov_head.markov_w2"
 
     def __init__(self, model: Transformer, weights: Weights) -> None:
-        super().__init__(model, weights, BlockAttention)
+        super().__init__(model, weights)
         assert self.config.dspark is not None, "the census asks for it"
         self.settings = self.config.dspark
         self.main_proj = Linear(weights.matrix("mtp.0.main_proj.weight"), self.arithmetic)  # [hidden, targets * hidden]
         self.main_norm = weights.vector("mtp.0.main_norm.weight").float()  # [hidden]
         last = f"mtp.{self.kind.stages - 1}"
         self.markov_in, markov_out, confidence = (
-            weights.operand(f"{last}.{name}.weight")
-            for name in ("markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj")
+            weights.operand(f"{last}.{name}.weight") for name in (*self.markov, "confidence_head.proj")
         )
         self.markov_out, self.confidence = Dense(markov_out), Dense(confidence)  # [vocab, rank], [1, hidden + rank]
         self.target_layers, self.most = self.settings.target_layer_ids, self.settings.block_size
@@ -350,11 +368,15 @@ class DsparkHead(DraftHead):
         slots = [following[-1], *[self.settings.noise_token_id] * (self.settings.block_size - 1)]
         tokens, place = self.ids(slots), state.written
         call = self.call(tokens, place)
-        streams = self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1)
-        collapsed = self.hyper_head(self.run(tokens, call, state, streams), call)
+        collapsed = self.collapsed(tokens, call, state)
         for cache in state.layers:
             cache.rewind(place, place + len(slots))
         return self._chosen(following[-1], collapsed[:k], self.unembed(self.hidden(collapsed[:k])))
+
+    def collapsed(self, tokens: Tensor, call: Call, state: DraftState) -> Tensor:
+        """Ids [t] of the slots through all stages, and the streams behind them as one [t, hidden]."""
+        streams = self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1)
+        return self.hyper_head(self.run(tokens, call, state, streams), call)
 
     def _remember(self, rows: Tensor, state: DraftState) -> None:
         """Write the KV of rows [n, targets * hidden] in every stage."""
@@ -377,7 +399,51 @@ class DsparkHead(DraftHead):
         return Drafts(tokens, logits, torch.cat(confidence).flatten())
 
 
-HEADS: Final[dict[Head, type[MtpHead] | type[DsparkHead]]] = {head.kind: head for head in (MtpHead, DsparkHead)}
+class DelayedDspark(DsparkHead):
+    """V4.1's: it reads streams as they enter layers, and a stage reads them by the weights of the stage before."""
+
+    attention = SlotAttention
+    stage = DelayedStage
+    markov = "markov_head.embed", "markov_head.head"
+    blocks: list[DelayedStage]  # type: ignore[assignment]
+
+    def __init__(self, model: Transformer, weights: Weights) -> None:
+        super().__init__(model, weights)
+        self.target_layers = streams_before(self.config)
+
+    def build_end(self, last: str, weights: Weights) -> None:
+        """Nothing: the last stage's `pre` reads the streams."""
+
+    def collapsed(self, tokens: Tensor, call: Call, state: DraftState) -> Tensor:
+        """See `DsparkHead.collapsed`."""
+        carried = begun(self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1))
+        for block, cache in zip(self.blocks, state.layers, strict=True):
+            carried = block.run(carried, call, cache)
+        return self.folded(carried)
+
+    def folded(self, carried: Carried) -> Tensor:
+        """Streams behind the last stage as one [t, hidden]."""
+        return self.arithmetic.ops.collapse(carried.streams, carried.pre)
+
+
+def streams_before(config: ModelConfig) -> tuple[int, ...]:
+    """The layers behind which streams are those that enter the layers which V4.1's DSpark names.
+
+    ConfigError where none are: the first layer's, and those that n-grams are added to first.
+    """
+    assert config.dspark is not None, "the census asks for it"
+    assert config.v41 is not None, "of its config"
+    targets = config.dspark.target_layer_ids
+    if unheard := [layer for layer in targets if layer == 0 or layer in config.v41.engram.layer_ids]:
+        raise ConfigError(f"dspark_target_layer_ids: streams that enter layer {unheard[0]} are not heard here")
+    return tuple(layer - 1 for layer in targets)
+
+
+def build_head(kind: Head, model: Transformer, weights: Weights) -> DraftHead:
+    """Return the draft head of this kind for a model."""
+    if kind is Head.MTP:
+        return MtpHead(model, weights)
+    return (DsparkHead if model.config.v41 is None else DelayedDspark)(model, weights)
 
 
 def draft_caches(

@@ -24,7 +24,7 @@ class Gate:
         prefix = f"{config.prefix(layer)}.ffn.gate"
         self.weight = Dense(weights.operand(f"{prefix}.weight"))  # [experts, hidden]
         self.arithmetic = arithmetic
-        self.k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
+        (_, self.k), self.scale = config.experts(layer), config.routed_scaling_factor
         self.choose_by(prefix, weights)
 
     def choose_by(self, prefix: str, weights: Weights) -> None:
@@ -98,7 +98,7 @@ class MoE:
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
         prefix, self.layer = f"{config.prefix(layer)}.ffn", layer
         self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
-        self.total, together = config.n_routed_experts, not reads_apart(arithmetic.ops)
+        (self.total, _), together = config.experts(layer), not reads_apart(arithmetic.ops)
         routed = {
             name: [f"{prefix}.experts.{e}.{name}.weight" for e in range(self.total)] for name in ("w1", "w3", "w2")
         }

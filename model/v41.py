@@ -8,6 +8,7 @@ Source: DeepSeek's inference code for V4.1-Flash, model.py and kernel.py at dba1
 `model.indexer`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,13 @@ class Carried(NamedTuple):
 
     streams: Tensor  # [t, s, hidden]
     pre: Tensor  # [t, s] float32: by which the next sublayer reads them
+
+
+def begun(streams: Tensor) -> Carried:
+    """Streams [t, s, hidden] as the first sublayer gets them, which reads one of them."""
+    first = torch.zeros(streams.shape[:2], device=streams.device)
+    first[:, 0] = 1
+    return Carried(streams, first)
 
 
 class DelayedConnection(HyperConnection):
@@ -285,17 +293,21 @@ class DelayedBlock(Block):
         weights: Weights,
         arithmetic: Arithmetic,
         rotation: Rotation,
-        alike: Tensor,
+        attention: Callable[..., Attention] = build_shared_attention,
+        alike: Tensor | None = None,
     ) -> None:
-        super().__init__(config, layer, weights, arithmetic, rotation, build_shared_attention)
+        super().__init__(config, layer, weights, arithmetic, rotation, attention)
         assert config.v41 is not None, "of its config"
-        has = layer in config.v41.engram.layer_ids
-        self.engram = Engram(config, layer, weights, arithmetic, alike) if has else None
+        self.engram: Engram | None = None
+        if layer in config.v41.engram.layer_ids:
+            assert alike is not None, "n-grams are of the numbers of ids"
+            self.engram = Engram(config, layer, weights, arithmetic, alike)
 
-    def run(self, carried: Carried, call: Call, cache: SharedCache) -> Carried:
+    def run(self, carried: Carried, call: Call, cache: LayerCache) -> Carried:
         """Run a call through the layer, see `Block`: ``X <- B X + C F(A' X)``, A' of the sublayer before."""
         streams, pre = carried
         if self.engram is not None:
+            assert isinstance(cache, SharedCache), f"a layer of V4.1 got {type(cache).__name__}"
             assert cache.tokens is not None, "the cache of a layer with n-grams has their tokens"
             streams = self.engram(streams, call, cache.tokens)
         read = self.attention_streams.read_by(pre, streams, self.attention_norm)
@@ -328,7 +340,7 @@ class TransformerV41(Transformer):
 
     def block(self, layer: int, weights: Weights, rotation: Rotation) -> DelayedBlock:
         """Build a layer."""
-        return DelayedBlock(self.config, layer, weights, self.arithmetic, rotation, self.alike)
+        return DelayedBlock(self.config, layer, weights, self.arithmetic, rotation, alike=self.alike)
 
     def build_end(self, weights: Weights) -> None:
         """Nothing stands between the last layer and the norm: the last experts' `pre` reads the streams."""
@@ -337,12 +349,9 @@ class TransformerV41(Transformer):
         """Token ids [t] to the normed output [t, hidden]; ConfigError for one that stands for an image."""
         if bool((tokens == self.image).any()):
             raise ConfigError(f"token {self.image} stands for a part of an image; text alone is run")
-        streams = self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1)  # [t, s, hidden]
-        first = torch.zeros(streams.shape[:2], device=streams.device)
-        first[:, 0] = 1  # the first sublayer reads one stream
-        carried = Carried(streams, first)
+        carried = begun(self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1))
         for block, cache in zip(self.blocks, state.layers, strict=True):
-            assert isinstance(cache, SharedCache), f"a layer of V4.1 got {type(cache).__name__}"
+            assert isinstance(cache, LayerCache), f"a layer of V4.1 got {type(cache).__name__}"
             carried = block.run(carried, call, cache)
         return self.hidden(self.folded(carried), call)
 

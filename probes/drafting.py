@@ -16,7 +16,7 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.choices import LOOKUP, PLAIN
 from fathom.model.config import ModelConfig
-from fathom.model.draft import Drafts
+from fathom.model.draft import Drafts, streams_before
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
@@ -39,7 +39,7 @@ from fathom.probes.finding import (
     tripped,
     vacuous,
 )
-from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Dspark, Mtp, Reading, acts, skipping
+from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Dspark, Dspark41, Mtp, Reading, acts, skipping
 from fathom.probes.judge.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
 from fathom.probes.probe import Probe, Progress, one_rank, room
 from fathom.probes.shared.trace import Trace, named
@@ -57,12 +57,11 @@ HEADS_OF_DEMO: Final = (DEMO.parent / "demo-mtp", DEMO.parent / "demo-dspark")  
 DRAFTS: Final = 5  # at a time in runs that generate, as the flag has it
 SHORTEST: Final = 192  # tokens of a document, of which a text may be the beginning
 NOTHING: Final = 2.0**-20  # of a bound: more than roundings of float64 are, in sums of another shape
-ORACLES: Final = {Head.MTP: Mtp, Head.DSPARK: Dspark}
 SEEDED: Final = Sampling(0.8, 0.95)
 OWN, NONE = -1, -2  # turns: the head drafts, nobody does; others are how many drafts are the right tokens
 TURNS: Final = (OWN, NONE, OWN, 2, OWN, 0, NONE, OWN)
 TOLD: Final = "one who knows them"  # drafts texts of a checkpoint whose own drafters may be right in none
-EARLY: Final = "taps-one-layer-early"
+EARLY, LATE = "taps-one-layer-early", "taps-one-layer-late"
 SKIPPED: Final = "skipped-where-nothing-was-drafted"
 
 
@@ -190,7 +189,7 @@ All wrong readings of the equations move the drafts by many times the bound, and
         greedy = _written(subject, loaded.model, text, self.written, None).record.tokens
         by = _drafting(options, loaded)
         assert isinstance(by.drafter, HeadDrafter), f"{kind} drafts"
-        turns = Turns(by.drafter, [*text.prompt, *greedy], subject.config.vocab_size)
+        turns = Turns(by.drafter, [*text.prompt, *greedy], subject.config)
         run = _written(subject, loaded.model, text, self.written, by._replace(drafter=turns))
         sequence = [*text.prompt, *run.record.tokens]
         equations = Equations.behind(subject, kind, loaded.model, sequence, length)
@@ -214,7 +213,7 @@ All wrong readings of the equations move the drafts by many times the bound, and
                 loaded = of_name.load(of_name.options if name in {LOOKUP, TOLD} else options)
                 by = _drafting(options, loaded)
                 if name == TOLD:
-                    by = by._replace(drafter=Told([*text.prompt, *plain.record.tokens], subject.config.vocab_size))
+                    by = by._replace(drafter=Told([*text.prompt, *plain.record.tokens], subject.config))
                 kept = Kept(by.drafter)
                 run = _written(of_name, loaded.model, text, self.new_tokens, by._replace(drafter=kept))
                 pairs[name].append(Pair(text, plain, run, kept.confidence))
@@ -306,8 +305,9 @@ class Rolled(NamedTuple):
 @torch.inference_mode()
 def _taken_back(model: Transformer, plain: Plain, state: State, block: Block, after: int) -> Rolled:
     """Run a block, take its wrong tokens back, and run some tokens more."""
-    vocabulary, stop = model.config.vocab_size, block.start + block.right
-    wrong = (plain.tokens[stop : stop + block.wrong] + 1) % vocabulary
+    stop = block.start + block.right
+    others = [another(token, model.config) for token in plain.tokens[stop : stop + block.wrong].tolist()]
+    wrong = torch.tensor(others, dtype=torch.int64, device=model.device)
     rows = [*model.logits(model(torch.cat((plain.tokens[block.start : stop], wrong)), state))[: block.right]]
     if block.wrong:
         state.rewind(stop)
@@ -375,8 +375,8 @@ def _state_table(rolled: Sequence[Rolled]) -> Table:
 class Turns:
     """Drafts of a head, of nobody, and of one who knows what comes, in turn; the head's are kept."""
 
-    def __init__(self, drafter: HeadDrafter, ahead: Sequence[int], vocabulary: int) -> None:
-        self.drafter, self.ahead, self.vocabulary = drafter, ahead, vocabulary
+    def __init__(self, drafter: HeadDrafter, ahead: Sequence[int], config: ModelConfig) -> None:
+        self.drafter, self.ahead, self.config = drafter, ahead, config
         self.count = 0
         self.kept: list[tuple[int, Drafts]] = []  # tokens that were known, and what the head drafted behind them
         self.alone: list[int] = []  # positions that were run in a call of one token
@@ -393,26 +393,32 @@ class Turns:
         if turn == NONE:
             self.alone.append(known - 1)
             return []
-        return _mixed(self.ahead[known : known + most], turn, self.vocabulary)
+        return _mixed(self.ahead[known : known + most], turn, self.config)
 
 
 class Told:
     """Drafts of which the first are right, by what it was told: none, one, two and so on, in turn."""
 
-    def __init__(self, ahead: Sequence[int], vocabulary: int) -> None:
-        self.ahead, self.vocabulary = ahead, vocabulary
+    def __init__(self, ahead: Sequence[int], config: ModelConfig) -> None:
+        self.ahead, self.config = ahead, config
         self.count = 0
 
     def __call__(self, tokens: "array[int]", most: int) -> list[int]:
         """Draft."""
         right, known = self.count % (most + 1), len(tokens)
         self.count += 1
-        return _mixed(self.ahead[known : known + most], right, self.vocabulary)
+        return _mixed(self.ahead[known : known + most], right, self.config)
 
 
-def _mixed(ahead: Sequence[int], right: int, vocabulary: int) -> list[int]:
+def _mixed(ahead: Sequence[int], right: int, config: ModelConfig) -> list[int]:
     """Tokens that come, so many of them; and others for the rest."""
-    return [token if place < right else (token + 1) % vocabulary for place, token in enumerate(ahead)]
+    return [token if place < right else another(token, config) for place, token in enumerate(ahead)]
+
+
+def another(token: int, config: ModelConfig) -> int:
+    """Another id of a text."""
+    following = (token + 1) % config.vocab_size
+    return another(following, config) if following in config.of_images else following
 
 
 class Moment(NamedTuple):
@@ -440,7 +446,7 @@ class Equations(NamedTuple):
         """Run a sequence without drafts: the prompt as ever, then token by token."""
         config = subject.config
         parameters = Parameters.of(subject.directory, config, head=True)
-        wanted = {tap - early for tap in _taps(kind, config) for early in (0, 1)}
+        wanted = {tap - early for tap in _taps(kind, config) for early in (0, 1, *((-1,) if config.v41 else ()))}
         heard: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 
         def hear(layer: int | None, streams: Tensor) -> None:
@@ -458,6 +464,13 @@ class Equations(NamedTuple):
         streams = {layer: torch.cat(parts) for layer, parts in heard.items()}
         return cls(config, parameters, kind, torch.tensor(sequence), streams)
 
+    @property
+    def oracle(self) -> type[Mtp] | type[Dspark]:
+        """What computes drafts."""
+        if self.kind is Head.MTP:
+            return Mtp
+        return Dspark if self.config.v41 is None else Dspark41
+
     def drafts(
         self, known: int, chosen: Sequence[int], reading: Reading, *, early: int = 0, replicas: int = 0
     ) -> dict[str, Tensor]:
@@ -465,16 +478,15 @@ class Equations(NamedTuple):
         config, k, given = self.config, len(chosen), torch.tensor(chosen)
         taps = [self.streams[tap - early][: known - 1] for tap in _taps(self.kind, config)]
         noise = Noise(torch.float32, replicas)
-        how = (config, self.parameters)
-        if self.kind is Head.MTP:
-            mtp = Mtp(*how, stages=self.kind.stages, rounding=ROUNDINGS[PLAIN], noise=noise, reading=reading)
-            return {"logits": mtp.draft(taps[0], self.sequence[1:known], k, given).logits}
+        how = {"stages": self.kind.stages, "rounding": ROUNDINGS[PLAIN], "noise": noise, "reading": reading}
+        head = self.oracle(config, self.parameters, **how)  # type: ignore[arg-type]
+        if isinstance(head, Mtp):
+            return {"logits": head.draft(taps[0], self.sequence[1:known], k, given).logits}
         assert config.dspark is not None, "it drafts by DSpark"
         block, noisy = config.dspark.block_size, config.dspark.noise_token_id
-        dspark = Dspark(*how, stages=self.kind.stages, rounding=ROUNDINGS[PLAIN], noise=noise, reading=reading)
         slots = torch.tensor([int(self.sequence[known - 1]), *[noisy] * (block - 1)])
         padded = torch.cat((given, given.new_zeros(block - k)))  # what is behind the last draft changes none before it
-        found = dspark.draft(dspark.main_keys(torch.stack(taps, 1)), slots, padded)
+        found = head.draft(head.main_keys(torch.stack(taps, 1)), slots, padded)
         return {"logits": found.logits[:, :k], "confidence": found.confidence[:, None, :k]}
 
     def moment(self, known: int, drafts: Drafts, alone: Sequence[int]) -> Moment:
@@ -489,8 +501,11 @@ class Equations(NamedTuple):
             return {part: (some[part] - others[part]).norm(dim=-1) / bounds[part] for part in bounds}
 
         exact = {part: x[0] for part, x in right.items()}
-        wrong = {name: (reading, 0) for name, reading in FAULTS.items() if acts(reading, ORACLES[self.kind])}
+        oracle = self.oracle
+        wrong = {name: (reading, 0) for name, reading in FAULTS.items() if acts(reading, oracle)}
         wrong |= {EARLY: (RIGHT, 1), SKIPPED: (skipping(alone), 0)}
+        if self.config.v41 is not None:  # where V4 reads: behind the layers that are named, not before them
+            wrong[LATE] = RIGHT, -1
         left, moved = {}, {}
         for name, (reading, early) in wrong.items():
             other = {part: x[0] for part, x in self.drafts(known, drafts.tokens, reading, early=early).items()}
@@ -503,7 +518,7 @@ def _taps(kind: Head, config: ModelConfig) -> tuple[int, ...]:
     if kind is Head.MTP:
         return (config.num_hidden_layers - 1,)
     assert config.dspark is not None, "it drafts by DSpark"
-    return config.dspark.target_layer_ids
+    return config.dspark.target_layer_ids if config.v41 is None else streams_before(config)
 
 
 def _most(over: Mapping[str, Tensor]) -> float:
@@ -530,7 +545,7 @@ def _equation_findings(kind: Head, moments: Sequence[Moment]) -> Iterator[Findin
         yield judged(f"{kind}: {part} of drafts, furthest over its bound{told}", measure, at_most(1), **evidence)
     for name in moments[0].moved:
         most = max(moment.moved[name] for moment in moments)
-        if most <= 1 and (most > NOTHING or name in {EARLY, SKIPPED}):
+        if most <= 1 and (most > NOTHING or name in {EARLY, LATE, SKIPPED}):
             yield vacuous(f"{kind}: drafts if {name}", f"it would move none by more than {most:.2g} of its bound")
 
 

@@ -662,7 +662,7 @@ def peak_beyond_base(subject: Subject, context: int, chunk: int, threads: int) -
         if subject.fault is not None:
             subject.fault.inject(model)
         state = noise_up_to(model, context - chunk, chunk)
-        texts = [n for n in range(model.config.vocab_size) if n not in model.config.eos_token_ids[1:]]  # no image's
+        texts = [n for n in range(model.config.vocab_size) if n not in model.config.of_images]
         tokens = torch.tensor(texts, device=device)[torch.arange(chunk, device=device) % len(texts)]
         model(tokens, state)
         peak = peak_memory(device)

@@ -159,9 +159,9 @@ class Subject:
             assert len(ids) >= count, f"a document of {len(ids)} tokens, want {count}"
             return ids[:count]
         drawn = random.Random(f"tokens {self.seed}")  # noqa: S311 -- a prompt, not a secret
-        image = None if self.config.v41 is None else self.config.v41.image_token_id  # which is no text
         every = (drawn.randrange(self.config.vocab_size) for _ in itertools.count())
-        return [self.config.bos_token_id, *itertools.islice((id_ for id_ in every if id_ != image), count - 1)]
+        texts = (id_ for id_ in every if id_ not in self.config.of_images)
+        return [self.config.bos_token_id, *itertools.islice(texts, count - 1)]
 
 
 def _arrived(

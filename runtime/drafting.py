@@ -7,6 +7,7 @@ the op sets `ALIKE`, for up to `ROWS` rows (`tests.kernels.test_few_rows`; Trito
 not shown no draft is made.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -110,9 +111,9 @@ class HeadDrafter:
         following = tokens[-self.head.config.sliding_window :].tolist()
         drafts = self.head.draft(self.listener, following, self.before + len(tokens) - 1, most, self.state)
         self.drafts = drafts
-        if drafts.confidence is None:
-            return drafts.tokens
-        return drafts.tokens[: likely(drafts.confidence, self.confidence)]
+        none = self.head.config.of_images  # which no text has, and no run takes
+        said = list(itertools.takewhile(lambda token: token not in none, drafts.tokens))
+        return said if drafts.confidence is None else said[: likely(drafts.confidence, self.confidence)]
 
 
 def likely(confidence: Tensor, least: float) -> int:

@@ -21,7 +21,7 @@ from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
 from fathom.model.choices import OFF
 from fathom.model.config import ModelConfig
-from fathom.model.draft import HEADS, DraftHead
+from fathom.model.draft import DraftHead, build_head
 from fathom.model.errors import CheckpointError, ConfigError
 from fathom.model.llama.adapters import adapters_fingerprint, read_adapters
 from fathom.model.llama.census import census as llama_census
@@ -29,7 +29,7 @@ from fathom.model.llama.census import check_tied_head
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.trained import check_learnt, check_trained
 from fathom.model.llama.transformer import LlamaTransformer
-from fathom.model.observe.observer import LLAMA_PLACES, PLACES, V41_PLACES, install
+from fathom.model.observe.observer import LLAMA_PLACES, install, places_of
 from fathom.model.ranks.dispatch import tables
 from fathom.model.ranks.mailbox import Table
 from fathom.model.ranks.ranks import ALONE, Group, Ranks, evenly, splits
@@ -177,11 +177,11 @@ def _load(
         head = None if counted.head is None else _head(counted.head, model, weights)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES if config.v41 is None else V41_PLACES)
+    install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else places_of(config))
     if ops.name == "triton" and device.type == "cuda":  # while other ranks wait longer
         prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     if head is not None:
-        install(head, PLACES, head.config.num_hidden_layers)
+        install(head, places_of(head.config), head.config.num_hidden_layers)
     for mark in marks:
         ranks.record("adapters", None, _digits(mark, device))  # of a V4.1 there is one rank
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
@@ -232,7 +232,7 @@ def _built(
 
 def _head(kind: Head, model: Model, weights: Weights) -> DraftHead:
     assert isinstance(model, Transformer), "the census is of V4"
-    return HEADS[kind](model, weights)
+    return build_head(kind, model, weights)
 
 
 def _options_digest(options: RunOptions, ops: Ops, config: Config, context: int | None) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fathom.model.architectures import Config, config_from_file
-from fathom.model.choices import AUTO, DEPLOYED, EXACT, LOOKUP, NUMERICS, OF_CODES, OFF, OWN, PLAIN
+from fathom.model.choices import AUTO, DEPLOYED, EXACT, NUMERICS, OF_CODES, OFF, OWN, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
@@ -142,7 +142,6 @@ def _check_v41(options: RunOptions, where: Path) -> None:
         f"--entry-format {options.entry_format}": options.entry_format != "dtype",
         f"--key-format {options.key_format}": options.key_format not in {"dtype", "fp4"},
         f"--kv {' --kv '.join(options.kv)}": bool(options.kv),
-        f"--draft {options.draft}": options.draft not in {OFF, LOOKUP},
         f"--rank-tokens {options.rank_tokens}": options.rank_tokens != AUTO,
         f"--experts {options.experts}": options.experts != AUTO,
     }

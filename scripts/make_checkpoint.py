@@ -20,6 +20,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from fathom.model.checkpoint.config_json import read_json
+from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.config import ModelConfig
@@ -66,7 +67,7 @@ def run_small(args: argparse.Namespace) -> int:
     with making(args.out) as folder:
         tokenizer_of_v41(DEMO, folder)
         obj = small_v41(folder)
-        tensors = published_tensors(config := ModelConfig.from_json(obj, "--small-v41"), "fp4")
+        tensors = published_tensors(config := ModelConfig.from_json(obj, "--small-v41"), "fp4", head=Head.DSPARK)
         check_room(args.out, nbytes := total_bytes(tensors))
         write(folder, tensors, args.seed, nbytes)
         write_json(folder / "config.json", obj, indent=2)

@@ -13,7 +13,6 @@ from fathom.model.checkpoint.config_fields import DSPARK
 from fathom.model.checkpoint.header import ITEM_BYTES
 from fathom.model.checkpoint.mtp import (
     COPIES,
-    NOT_BUILT,
     NOT_RUN,
     FoundHead,
     Head,
@@ -207,7 +206,7 @@ def _drafting(
         if copied(stored):
             skipped[stored] = COPIES
         elif not bound or stored in head.unexpected or head.fault:
-            skipped[stored] = NOT_RUN if config.v41 is None else NOT_BUILT
+            skipped[stored] = NOT_RUN
     if head.fault:
         faults.add("draft head", head.fault)
     return replace(head, bound=bound and head.head is not None and head.fault is None)

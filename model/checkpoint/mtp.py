@@ -25,7 +25,6 @@ from fathom.model.config import MAX_DRAFTS, Dspark, ModelConfig
 from fathom.model.errors import shown
 
 NOT_RUN: Final = "mtp: a draft head, which --draft alone runs; the main model is complete without it"
-NOT_BUILT: Final = "mtp: a draft head, which is not run; the main model is complete without it"  # of V4.1
 COPIES: Final = "mtp: copies of embedding and output head; the draft head uses the main model's"
 
 _MTP = re.compile(r"(?:model\.)?mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)

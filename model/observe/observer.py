@@ -28,6 +28,7 @@ from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.ranks.ranks import KEPT, Ranks, undivided
 
 if TYPE_CHECKING:
+    from fathom.model.config import ModelConfig
     from fathom.model.observe.deferred import Deferred
 
 ALWAYS, WHOLE_CALLS = "always", "in calls of which every rank has all tokens"
@@ -136,6 +137,11 @@ V41_PLACES: Final[Mapping[Site, Place]] = {
     sites.ENGRAM_STREAMS: Place("engram", "write"),
     sites.FOLDED: Place("", "folded"),
 }
+
+
+def places_of(config: "ModelConfig") -> Mapping[Site, Place]:
+    """Where sites are in a model of this config, and in its draft head."""
+    return PLACES if config.v41 is None else V41_PLACES
 
 
 # The same of the Llama family, whose tensors no probe listens to.

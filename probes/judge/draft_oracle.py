@@ -49,6 +49,8 @@ class Reading:
     hidden: Callable[[Tensor, Tensor, int], Tensor]
     # DSpark: what the confidence is made of, from the hyper head [r, B, hidden] before and after its norm.
     confident: Callable[[Tensor, Tensor], Tensor]
+    # V4.1: the weights [r, B, s] that a stage reads its streams by, from those that the stage before left.
+    carried: Callable[[Tensor], Tensor]
 
 
 RIGHT: Final = Reading(
@@ -62,6 +64,7 @@ RIGHT: Final = Reading(
     block_keys=lambda _, rounded: rounded,
     hidden=lambda slots, keys, _: torch.zeros(len(slots), len(keys), dtype=torch.bool),
     confident=lambda h, _: h,
+    carried=lambda pre: pre,
 )
 
 
@@ -73,6 +76,11 @@ def skipping(positions: Collection[int]) -> Reading:
         heard=lambda streams, at: streams.masked_fill(torch.isin(at, absent)[:, None, None], 0),
         main_rows=lambda rows, at: rows.masked_fill(torch.isin(at, absent)[:, None], 0),
     )
+
+
+def of_one_stream(pre: Tensor) -> Tensor:
+    """Weights [..., s] that read the first stream alone."""
+    return torch.zeros_like(pre).index_fill(-1, torch.tensor([0]), 1)
 
 
 FAULTS: Final[Mapping[str, Reading]] = {
@@ -88,6 +96,7 @@ FAULTS: Final[Mapping[str, Reading]] = {
     "block-causal": replace(RIGHT, hidden=lambda slots, keys, _: keys > slots),
     "window-slides": replace(RIGHT, hidden=lambda slots, keys, window: keys <= slots - window),
     "confidence-normed": replace(RIGHT, confident=lambda _, normed: normed),
+    "pre-not-carried": replace(RIGHT, carried=of_one_stream),
 }
 
 
@@ -336,7 +345,15 @@ class Dspark(Head):
     `main_keys` is what is remembered of the tokens that the main model has run, `draft` a pass behind them.
     """
 
-    points = ("rotation", "main_rows", "first_slot", "key_positions", "block_keys", "hidden", "confident")
+    points: ClassVar[tuple[str, ...]] = (
+        "rotation",
+        "main_rows",
+        "first_slot",
+        "key_positions",
+        "block_keys",
+        "hidden",
+        "confident",
+    )
     markov = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
     def stage(self, number: int, at: Tensor) -> "Stage | Block41":
@@ -405,6 +422,7 @@ class Dspark(Head):
 class Dspark41(Dspark):
     """V4.1's: `pre` is carried from stage to stage, and the last one's reads the streams; there is no hyper head."""
 
+    points = (*Dspark.points, "carried")
     markov = "markov_head.embed.weight", "markov_head.head.weight"
 
     def stage(self, number: int, at: Tensor) -> Block41:
@@ -413,10 +431,9 @@ class Dspark41(Dspark):
 
     def behind(self, streams: Tensor, main_keys: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`outcome` of the slots at positions [B], through all stages."""
-        pre = torch.zeros(1, len(at), self.config.hc_mult, dtype=F64)
-        pre[..., 0] = 1
+        pre = of_one_stream(torch.empty(1, len(at), self.config.hc_mult, dtype=F64))
         for number, rows in enumerate(main_keys):
-            stage = SlotBlock41(self, number, at, streams, pre, rows)
+            stage = SlotBlock41(self, number, at, streams, self.reading.carried(pre) if number else pre, rows)
             streams, pre = stage.value("streams", at), stage.value("experts.pre", at)
         with self.noise.of(self.prefix, "outcome", rows=at):
             return self.normed_and_logits(self.collapsed(streams, pre))

@@ -4,6 +4,7 @@ A fault is tried on the oracle itself: a wrong layer is given what was recorded 
 there is compared with the recording, as `probes.judge.causes` compares plain causes.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.choices import PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
@@ -21,7 +23,9 @@ from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, pla
 from fathom.probes.judge.checks import OFF_GRID, Judged, Progress
 from fathom.probes.judge.engram import table_rows
 from fathom.probes.judge.oracle import (
+    CANDIDATES,
     E2M1_INDEX,
+    F64,
     SELECTED,
     Ends,
     Noise,
@@ -287,6 +291,20 @@ class _PairsAveraged(Layer41):
         return mean
 
 
+@fault("pairs-overlap", "An entry pools the pair before its own too, as V4's do.", "expected of a V4 port")
+class _PairsOverlap(Layer41):
+    def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
+        if self.ratio == 1:
+            return super().pooled(parameter, width, at)
+        tokens = at[:, None] * self.ratio + torch.arange(-self.ratio, self.ratio)
+        x = self.value("attention.input", tokens.clamp_min(0).flatten())
+        kv, gate = (x @ self.parameters[self.name(f"{parameter}.{one}.weight")].T for one in ("wkv", "wgate"))
+        kv, gate = (rows.unflatten(1, tokens.shape) for rows in (kv, gate))
+        share = gate.masked_fill((tokens < 0)[..., None], -math.inf).softmax(2)
+        pooled: Tensor = (kv * share).sum(2)
+        return pooled
+
+
 @fault(
     "selection-stale",
     "Layers that share a selection take that of the source before theirs.",
@@ -362,6 +380,14 @@ class _CandidatesNotPinned(Layer41):
         return self.best_of_blocks(at)
 
 
+@fault("candidates-own", "Indexers behind the candidates' layer open blocks by their own scores.", "expected: as above")
+class _CandidatesOwn(Layer41):
+    def of_layer(self, source: int, site: str, at: Tensor) -> Tensor:
+        if site == CANDIDATES and source != self.layer:
+            return self._candidates(at)
+        return super().of_layer(source, site, at)
+
+
 # --- Engram
 
 
@@ -380,6 +406,16 @@ def _engram_lookback(calls: Sequence[int]) -> type[Layer41]:
 class _EngramRawIds(Layer41):
     def _engram_rows(self, at: Tensor) -> Tensor:
         numbers = torch.arange(self.config.vocab_size)
+        return self.found_rows(table_rows(self.config, self.layer, self.setting.tokens, numbers, at))
+
+
+@fault("engram-pad-raw", "Before the first token n-grams have the id that pads, not its number.", "expected of a port")
+class _EngramPadRaw(Layer41):
+    def _engram_rows(self, at: Tensor) -> Tensor:
+        if self.setting.alike is None:
+            raise Unknown("there is no tokenizer.json")
+        pad, numbers = self.own.engram.pad_token_id, self.setting.alike.clone()
+        numbers[pad] = pad
         return self.found_rows(table_rows(self.config, self.layer, self.setting.tokens, numbers, at))
 
 
@@ -434,6 +470,33 @@ class _ClampsDropped(Layer41):
     def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
         y = torch.nn.functional.silu(gate) * up
         return self.noise.moved(y if weight is None else y * weight)
+
+
+# --- weights
+
+
+@fault(
+    "fp8-as-fnuz",
+    "Bytes of FP8 weights are read as AMD's E4M3, which is half of each number.",
+    "notes of bring-ups on gfx942; vLLM#45681",
+)
+class _Fp8AsFnuz(Layer41):
+    def linear(self, x: Tensor, parameter: str) -> Tensor:
+        out = super().linear(x, parameter)
+        return out / 2 if self.parameters.mapping(self.name(parameter)).form is Form.FP8 else out
+
+    def found_rows(self, rows: Tensor) -> Tensor:
+        return super().found_rows(rows) / 2
+
+
+@fault("fp8-scales-ignored", "FP8 weights are used without their scales.", "ports that read blocks of 128, not of 32")
+class _Fp8ScalesIgnored(Layer41):
+    def linear(self, x: Tensor, parameter: str) -> Tensor:
+        name = self.name(parameter)
+        mapping = self.parameters.mapping(name)
+        if mapping.form is not Form.FP8 or mapping.part is not None:
+            return super().linear(x, parameter)
+        return self.product(self.rounded(x, name), self.parameters.checkpoint.read(mapping.weight).to(F64))
 
 
 # --- which of them explains a difference

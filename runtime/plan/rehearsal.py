@@ -21,12 +21,12 @@ from fathom.model.cache.gqa import GqaCache, Heads
 from fathom.model.checkpoint.census import Census
 from fathom.model.choices import FP8_SCORES
 from fathom.model.config import ModelConfig
-from fathom.model.draft import HEADS, DraftHead, DraftState, StreamListener
+from fathom.model.draft import DraftHead, DraftState, StreamListener, build_head
 from fathom.model.llama.adapters import Adapter
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.transformer import LlamaTransformer
 from fathom.model.observe import sites
-from fathom.model.observe.observer import LLAMA_PLACES, PLACES, V41_PLACES, install, listening, observed
+from fathom.model.observe.observer import LLAMA_PLACES, install, listening, observed, places_of
 from fathom.model.observe.sites import Site
 from fathom.model.ranks.ranks import Group, Shards
 from fathom.model.state import State
@@ -83,17 +83,15 @@ class Rehearsal:
             self.model: Any = LlamaTransformer(self.config, weights, arithmetic, adapters)
             install(self.model, LLAMA_PLACES)
         else:
-            places = PLACES
             if self.config.v41 is None:
                 self.model = Transformer(self.config, weights, arithmetic)
             else:
-                places = V41_PLACES
                 alike = empty(config.vocab_size, dtype=torch.int64)
                 self.model = TransformerV41(self.config, weights, arithmetic, alike)
-            watched = {site: place for site, place in places.items() if place.part != "experts.experts"}
+            watched = {site: place for site, place in places_of(self.config).items() if place.part != "experts.experts"}
             install(self.model, watched)
             if census.head is not None:
-                self.head = HEADS[census.head](self.model, weights)
+                self.head = build_head(census.head, self.model, weights)
                 install(self.head, watched, len(layers))
         self._calls: dict[tuple[object, ...], Moment] = {}
 

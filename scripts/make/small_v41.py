@@ -29,6 +29,7 @@ def small_v41(tokenizer: Path) -> dict[str, Any]:
 
     Layers 0 and 1 see a window alone, 1 with n-grams before it; 2, 4 and 5 make entries, 4 with n-grams; 5 says among
     which entries 7 selects; 3, 6 and 8 read what others made. With more than 64 tokens not all entries are open to 7.
+    Three stages of DSpark draft behind it.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def small_v41(tokenizer: Path) -> dict[str, Any]:
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "sliding_window": 32,
-        "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0],  # and stages of a draft head, of which none is written
+        "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0],  # the last three are stages of its draft head
         "compress_rope_theta": 160000,
         "kv_source_layer_ids": [2, 4, 5],
         "index_source_layer_ids": [2, 4, 5, 7],

@@ -1,6 +1,7 @@
 """DeepSeek-V4.1 run here: against DeepSeek's own tensors, against the oracle, and against itself in other calls."""
 
 import json
+from array import array
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,25 @@ from safetensors.torch import load_file
 
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.attention import Attention
+from fathom.model.choices import DSPARK
 from fathom.model.config import ModelConfig
+from fathom.model.draft import Drafts, streams_before
 from fathom.model.engram import table_primes
 from fathom.model.errors import ConfigError, StateError
 from fathom.model.hyper import HyperConnection
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
 from fathom.model.v41 import DelayedConnection, EntryMaker, KeyMaker, WindowAttention
 from fathom.probes.subject import Subject
 from fathom.probes.ways import record
+from fathom.runtime.drafting import drafting
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.statefile import load_state, save_state
 from fathom.scripts import calibrate_kv, compare, generate, make_checkpoint, plan, probe
 from fathom.scripts import record as record_command
 from fathom.scripts.cli import run_alone
+from tests.make_checkpoint import v41_config
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "v41" / "golden"  # 11 MB, not in the repository
 PUBLISHED = Path(__file__).parent / "data" / "DeepSeek-V4.1-Flash.json"
@@ -74,6 +81,66 @@ def test_logits_are_theirs(ops):
 def test_a_run_of_their_model_is_judged_right(tmp_path, capsys, numerics, dtype):
     tokens = load_file(GOLDEN / "golden_plain.safetensors")["tokens"].tolist()
     judged(GOLDEN, tokens, numerics, dtype, tmp_path, capsys)
+
+
+def own_draft(golden, theirs, ops):
+    """What the head of our run drafts where DeepSeek's did, and what it heard of calls of several sizes."""
+    tokens, slots = theirs["tokens"].tolist(), theirs["draft.tokens"].tolist()
+    options = RunOptions("plain", "fp32", prefill_chunk=TOKENS, draft=DSPARK, draft_tokens=len(slots) - 1)
+    loaded = load(golden, options, ops, context=TOKENS)
+    model, head = loaded.model, loaded.head
+    listener, state = head.listener(3), model.new_state(TOKENS, TOKENS)
+    with listening(model, {sites.STREAMS: listener}):
+        for part in (tokens[:40], tokens[40:41], tokens[41:]):
+            model(torch.tensor(part), state)
+    following = [*tokens, slots[0]][-model.config.sliding_window - 1 :]
+    return head.draft(listener, following, len(tokens), len(slots) - 1, head.new_state(3))
+
+
+@pytest.mark.skipif(not GOLDEN.is_dir(), reason="DeepSeek's tensors are not beside this repository")
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
+def test_a_draft_is_theirs(ops):
+    theirs = load_file(GOLDEN / "golden_plain.safetensors")
+    drafts = own_draft(GOLDEN, theirs, ops)
+    assert drafts.tokens == theirs["draft.tokens"].tolist()[1:]
+    for ours, wanted in ((drafts.logits, theirs["draft.logits"]), (drafts.confidence, theirs["draft.confidence"])):
+        assert float((ours - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_a_text_is_the_same_with_drafts(small, tmp_path):
+    texts = {}
+    for draft in ("off", "lookup", "dspark", "auto"):
+        told = tmp_path / f"{draft}.json"
+        asked = ["--prompt", "Hello", "--max-new-tokens", "24", "--json", str(told), "--draft", draft]
+        assert generate.main(["--model", str(small), *asked]) == 0
+        texts[draft] = json.loads(told.read_text())
+    assert len({tuple(text["tokens"]) for text in texts.values()}) == 1
+    assert {texts[draft]["drafts"]["drafter"] for draft in ("dspark", "auto")} == {"dspark"}
+
+
+def test_a_head_that_reads_what_is_not_heard_is_refused():
+    """Streams that enter the first layer, and such as n-grams are added to, are behind no layer."""
+    obj = v41_config()
+    for targets, layer in (([0, 2, 3], 0), ([2, 1, 3], 1)):
+        obj["text_config"]["dspark_target_layer_ids"] = targets
+        with pytest.raises(ConfigError, match=f"dspark_target_layer_ids: streams that enter layer {layer}"):
+            streams_before(ModelConfig.from_json(obj, "here"))
+
+
+def test_a_draft_that_stands_for_an_image_ends_the_drafts(small):
+    loaded = load(small, RunOptions(draft=DSPARK, draft_tokens=4), CPU, context=TOKENS)
+    by, image = drafting(loaded_options := RunOptions(draft=DSPARK, draft_tokens=4), loaded.head), 1025
+    assert loaded.model.config.of_images == (image,)
+    assert by.most == loaded_options.draft_tokens
+    by.drafter.head.draft = lambda *_: Drafts([5, image, 6], torch.zeros(3, 8), torch.full((3,), 9.0))
+    with by.listening(loaded.model):
+        loaded.model(torch.tensor(IDS[:9]), loaded.model.new_state(TOKENS, TOKENS))
+        assert by.drafter(array("q", IDS[:10]), 4) == [5]
+
+
+def test_a_head_is_planned(small, capsys):
+    assert plan.main(["--model", str(small), "--device", "cpu", "--context", "1000", "--draft", "dspark"]) == 0
+    assert "draft head" in capsys.readouterr().out
 
 
 # --- the oracle
@@ -259,7 +326,7 @@ WRONG = {
     "--effort preview:max": (generate, ["--think", "--effort", "preview:max", "--prompt", "a"], "want 4.1:LEVEL"),
     "--effort 4.1:0": (generate, ["--think", "--effort", "4.1:0", "--prompt", "a"], "from 1 to 100"),
     "--kv": (generate, ["--kv", "all=shard", "--prompt", "a"], "--kv all=shard is not built for DeepSeek-V4.1"),
-    "--draft": (generate, ["--draft", "dspark", "--prompt", "a"], "--draft dspark is not built"),
+    "--draft": (generate, ["--draft", "mtp", "--prompt", "a"], "has DSpark, see --draft dspark"),
     "--entry-format": (generate, ["--entry-format", "fp8", "--prompt", "a"], "--entry-format fp8 is not built"),
     "--device": (generate, ["--device", "cuda", "--prompt", "a"], "--device cuda is not built"),
     "--ranks": (plan, ["--device", "cpu", "--ranks", "2"], "a run on 2 ranks is not built for DeepSeek-V4.1"),
@@ -353,6 +420,6 @@ def test_drawn_tokens_are_text(small):
 
 @pytest.mark.slow  # a minute
 def test_probes_that_are_built_for_it_pass(small, capsys):
-    assert probe.main(["same", "drafting", "--model", str(small), "--quick"]) == 0
+    assert probe.main(["all", "--model", str(small), "--quick"]) == 0
     said = capsys.readouterr().out
     assert "transformers has no DeepSeek-V4.1" in said

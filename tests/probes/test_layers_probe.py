@@ -19,7 +19,7 @@ from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
 from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.recording import Recording
-from fathom.probes.layers import OWN, QUICK, SMALL, Judge, around_ends, calls, runs, views
+from fathom.probes.layers import OWN, QUICK, Judge, around_ends, calls, runs, small, views
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO, RunOptions
@@ -284,7 +284,7 @@ def test_the_stressed_run_leaves_the_model_as_it_was(demo):
 
 
 def test_streams_of_a_common_size_do_not_show_an_eps(monkeypatch):
-    monkeypatch.setattr(layers, "SMALL", (0,) * len(SMALL))
+    monkeypatch.setattr(layers, "small", lambda config: [0] * len(small(config)))
     subject = Subject()
     hollow = [f for f in report("projections", subject).findings if f.verdict is Verdict.VACUOUS]
     assert {f.what for f in hollow} >= {f"{site.name}, the eps of norms tenfold" for site in (sites.QUERY, sites.KV)}

@@ -51,6 +51,7 @@ FIRST = {
     "entry-by-number": (2, "attention.entry"),
     "pairs-shifted": (2, "attention.entry_unrotated"),
     "pairs-averaged": (2, "attention.entry_unrotated"),
+    "pairs-overlap": (2, "attention.entry_unrotated"),
     "selection-stale": (5, "attention.mixed"),
     "hadamard-kept": (2, "indexer.key_used"),
     "index-key-of-entry": (2, "indexer.key"),
@@ -59,8 +60,10 @@ FIRST = {
     "index-weights-unscaled": (2, "indexer.weights"),
     "candidates-off": (6, "indexer.selected"),
     "candidates-not-pinned": (4, "indexer.candidates"),
+    "candidates-own": (6, "indexer.selected"),
     "engram-lookback": (1, "engram.rows"),
     "engram-raw-ids": (1, "engram.rows"),
+    "engram-pad-raw": (1, "engram.rows"),
     "engram-joint-norm": (1, "engram.gate"),
     "engram-no-sqrt": (1, "engram.gate"),
     "engram-not-before": (1, "attention.pre"),
@@ -69,6 +72,8 @@ FIRST = {
     "biased-weights": (0, "experts.weights"),
     "route-scale-dropped": (0, "experts.weights"),
     "clamps-dropped": (0, "experts.output"),
+    "fp8-as-fnuz": (0, "attention.query"),
+    "fp8-scales-ignored": (0, "attention.query"),  # a latent is normed: of one scale it is the same
 }
 QUICK = (
     "index-key-slot",

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 
+from fathom.model import draft
 from fathom.model.attention import Attention
+from fathom.model.draft import DelayedStage
 from fathom.model.engram import Engram
 from fathom.model.hyper import HyperConnection
 from fathom.model.moe import TextGate
-from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention
-from fathom.probes import bits, load, memory
+from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention, begun
+from fathom.probes import bits, drafting, load, memory
 from fathom.probes.layers import KINDS
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject
@@ -18,6 +20,7 @@ from fathom.scripts import make_checkpoint
 LAYERS = {kind.name: kind(tokens=300, rows=16) for kind in KINDS}
 PROBES = LAYERS | {
     "bits": dataclasses.replace(bits.QUICK, chunks=(3,), kept=(62,)),
+    "drafting": dataclasses.replace(drafting.QUICK, apart=80, chains=0, texts=1, read=(40,), written=12),
     "load": load.QUICK,
     "memory": memory.QUICK,
 }
@@ -121,6 +124,21 @@ def _twice(patch):
     patch.setattr(Engram, "__init__", init)
 
 
+def _taps_behind(patch):
+    """The head reads what leaves the layers, as in V4."""
+    patch.setattr(draft, "streams_before", lambda config: config.dspark.target_layer_ids)
+
+
+def _not_carried(patch):
+    """Each stage reads one stream."""
+    right = DelayedStage.run
+
+    def run(self, carried, call, cache):
+        return right(self, begun(carried.streams), call, cache)
+
+    patch.setattr(DelayedStage, "run", run)
+
+
 FAULTS = {
     "undelayed": (_undelayed, "mhc", 0, "experts.input"),
     "n-grams begin anew": (_forgotten, "bits", 1, "cut into calls"),
@@ -130,6 +148,8 @@ FAULTS = {
     "bias of images, held": (_of_images, "load", 0, "numbers that differ"),
     "every block open": (_every_block, "attention", 7, "indexer.selected"),
     "weight of n-grams": (_twice, "load", 1, "numbers that differ"),
+    "streams behind the layers": (_taps_behind, "drafting", None, "as if taps-one-layer-late"),
+    "stages read one stream": (_not_carried, "drafting", None, "as if pre-not-carried"),
     "window in V4's form": (_v4_window, "projections", 0, "attention.kv"),
 }
 

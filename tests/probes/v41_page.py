@@ -17,18 +17,23 @@ from safetensors.torch import load_file
 
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.config import ModelConfig
+from fathom.probes.catalogue import QUICK
 from fathom.probes.finding import JSON, Table, Text, finite, number
 from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.faults_v41 import FAULTS
 from fathom.probes.judge.oracle import Ends, Noise, layer_of, sites_of
 from fathom.probes.judge.recording import CHOICES, Recording
+from fathom.probes.probe import run_probe, silent, unmet
 from fathom.probes.report import Page, write
+from fathom.probes.subject import Subject
 from fathom.probes.verdict import first_difference, ids_alike, judge_layers, opened, weights_of
 from fathom.probes.ways import record
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.report import commit
+from fathom.scripts import make_checkpoint
+from tests.model.test_v41_model import own_draft
 from tests.probes.test_v41_faults import CALLS, FIRST, Made, adjusted, named
 from tests.probes.test_v41_oracle import drafting, slots_of, taps_of
 
@@ -49,8 +54,12 @@ A run is the oracle's equations one after the other, each result rounded to bf16
 exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
 numerics; of a fault of the experts alone, the layer after is looked at too where two faults do the same to one site."""
 NOT_CLAIMED = """\
-One random model of small widths, one prompt of 89 tokens. Of the draft head the oracle alone is compared, in float64,
-through all three stages; the runtime has none. Of images and of the tables' real sizes nothing was computed."""
+Random models of small widths, one prompt of 89 tokens, one draft. Of images and of the tables' real sizes nothing was
+computed. No draft of a random head is ever accepted: what is shown of drafts is that they change nothing, and are those
+that the equations give."""
+OF_PROBES = """\
+The probes that are built for V4.1, as `fathom probe all --quick` runs them, and `memory`, on the model that
+`make_checkpoint --small-v41` writes. Those that are not built for it say so."""
 
 
 def plain(golden: Path) -> list[list[float | str]]:
@@ -127,6 +136,34 @@ def ours(golden: Path) -> list[list[float | str]]:
     return rows
 
 
+def drafted(golden: Path) -> list[list[float | str]]:
+    """Drafts of this project's head in float32: op set, tokens that are theirs, of how many, logits and confidence."""
+    theirs, rows = load_file(golden / "golden_plain.safetensors"), list[list[float | str]]()
+    for ops in (REFERENCE, CPU):
+        drafts, wanted = own_draft(golden, theirs, ops), theirs["draft.tokens"].tolist()[1:]
+        same = sum(a == b for a, b in zip(drafts.tokens, wanted, strict=True))
+        assert drafts.confidence is not None, "DSpark tells it"
+        found = {"draft.logits": drafts.logits, "draft.confidence": drafts.confidence}
+        far = [apart(x, theirs[name].float(), name) for name, x in found.items()]
+        rows.append([ops.name, same, len(wanted), *far])
+    return rows
+
+
+def probed() -> list[list[float | str]]:
+    """Each probe that is built for V4.1, and what it says of the small model."""
+    rows: list[list[float | str]] = []
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work) / "v41"
+        assert make_checkpoint.main(["--small-v41", "--out", str(out)]) == 0
+        subject = Subject(out)
+        for probe in QUICK:
+            if unmet(probe, subject) is None and not probe.between_ranks and not probe.in_variants:
+                run = run_probe(probe, subject, silent)
+                rows.append([probe.name, run.headline, run.report.summary])
+                print(*rows[-1][:2], flush=True)
+    return rows
+
+
 def faults() -> list[list[float | str]]:
     """Each fault, where a run with it differs first, and what is named there."""
     rows: list[list[float | str]] = []
@@ -150,6 +187,8 @@ def faults() -> list[list[float | str]]:
 def page(golden: Path, command: str) -> Page:
     """The page."""
     sites, of_run, of_ours, of_faults = plain(golden), deployed(golden), ours(golden), faults()
+    of_drafts, of_probes = drafted(golden), probed()
+    passed = sum(str(row[1]).startswith("Pass") for row in of_probes)
     right = sum(row[0] == row[4] for row in of_faults)
     told = json.loads((golden / "meta.json").read_text(encoding="utf-8"))["official"]
     drafts = [row for row in sites if str(row[0]).startswith("draft.")]
@@ -159,7 +198,8 @@ def page(golden: Path, command: str) -> Page:
         f"{of_run['agree']} of {of_run['sites']} sites of DeepSeek's own deployed run agree, and its rounding is found"
         f" ({of_run['numerics']}). In float64 no site is further from theirs than {furthest:.1g} of its length, and a"
         f" draft through three stages {max(row[2] for row in drafts):.1g}. All sites agree in {whole} of {len(of_ours)}"
-        f" runs of this project. {right} of {len(of_faults)} faults are named first where they were put"
+        f" runs of this project, and {passed} of {len(of_probes)} probes pass. {right} of {len(of_faults)} faults are"
+        " named first where they were put"
     )
     parts = [
         Text("", HEAD),
@@ -170,6 +210,13 @@ def page(golden: Path, command: str) -> Page:
             ("numerics", "ops", "calls", "sites that agree", "of", "logits, plain, apart from theirs"),
             of_ours,
         ),
+        Table(
+            "Drafts of this project's head in float32",
+            ("ops", "tokens that are theirs", "of", "logits, apart from theirs", "confidence, apart from theirs"),
+            of_drafts,
+        ),
+        Text("", OF_PROBES),
+        Table("Probes of the small model", ("probe", "verdict", "in short"), of_probes),
         Text("", OF_FAULTS),
         Table(
             "Faults put in, and what is named",
