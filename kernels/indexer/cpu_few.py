@@ -36,6 +36,16 @@ def select_few(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: i
     return out
 
 
+def scores_few(q: Tensor, head_weights: Tensor, keys: Rows, count: int) -> Tensor:
+    """`kernels.indexer.reference.index_scores` of a few tokens with the first `count` keys: [t, count]."""
+    t, h, d = q.shape
+    (queries, given), (stored, kept) = addresses(q.reshape(t * h, d)), addresses(keys)
+    head_weights, scores = head_weights.contiguous(), torch.empty(t, columns(count))
+    _score_all(queries, address(head_weights), stored, t, h, count, address(scores))
+    del given, kept  # copies lay where their addresses said, until now
+    return scores[:, :count]
+
+
 def columns(entries: int) -> int:
     """Scores of a token, those that fill up the last block among them."""
     return -(-entries // BLOCK) * BLOCK
@@ -73,6 +83,12 @@ def _score(queries, weights, keys, tokens, heads, count, scores):
     blocks = (count + BLOCK - 1) // BLOCK
     work = count * keys.width * heads * tokens // 4
     each_of(_scores, blocks, work, (queries, weights, keys, tokens, heads, count, scores))
+
+
+@compiled((KIND, _I64, KIND, _I64, _I64, _I64, _I64))
+def _score_all(queries, weights, keys, tokens, heads, count, scores):
+    scored = numbers(scores, np.float32)
+    _score(row_arrays(queries), numbers(weights, np.float32), row_arrays(keys), tokens, heads, count, scored)
 
 
 @loop

@@ -158,7 +158,10 @@ _SIZES: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "unpack_fp8": lambda x, group, dtype: (x.numel() * group // (group + 1), group, dtype.itemsize),
     "select": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2], _stored_as(keys), q.itemsize),
     "open_blocks": lambda q, _, keys, *more: (*q.shape, keys.shape[0], *more[2:]),
-    "select_open": lambda q, _, keys, *more: (*q.shape, keys.shape[0], more[2], more[3].shape[1], more[4]),
+    "select_open": lambda q, _, keys, *more: (
+        *(*q.shape, keys.shape[0], more[2], more[3].shape[1], more[4]),
+        q.itemsize if _stored_as(keys) == "dtype" else 4,
+    ),
     "attend": _of_attended,
     **dict.fromkeys(("hyper_weights", "read_streams"), lambda streams, *_: (*streams.shape, streams.itemsize)),
     "experts": lambda x, ids, _, w1, *__: _of_stack(x, ids, w1, x.shape[1], w1.shape[0]),

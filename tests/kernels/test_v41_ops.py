@@ -93,6 +93,19 @@ def test_tiles_change_nothing(monkeypatch, size):
     assert CPU.select_open(*given, 10, 1, 6, whole, size).equal(chosen)
 
 
+def test_a_token_has_the_bits_of_a_call_of_its_own():
+    """Of calls of few tokens, as drafts are verified in: sums are rounded, and keys lie close together."""
+    (q, w, keys), _ = scored(8, 3000, heads=16, width=64)
+    keys = keys[:1] + 1e-6 * keys  # scores differ in their last bits alone
+    whole = CPU.open_blocks(q, w, keys, 2992, 1, 8, 40)
+    chosen = CPU.select_open(q, w, keys, 2992, 1, 50, whole, 8)
+    for token in range(8):
+        one = q[token : token + 1], w[token : token + 1], keys[: 2993 + token], 2992 + token, 1
+        blocks = CPU.open_blocks(*one, 8, 40)
+        assert blocks[0].equal(whole[token])
+        assert CPU.select_open(*one, 50, blocks, 8)[0].equal(chosen[token])
+
+
 @SETS
 def test_of_equal_scores_the_lower_is_taken(ops):
     q, w, keys = torch.ones(3, 2, 32), torch.ones(3, 2), torch.ones(40, 32)
@@ -118,7 +131,7 @@ def test_what_candidates_take_is_what_is_planned(op, more, tokens):
     if op == "open_blocks":
         planned = cpu_candidates.open_blocks_scratch(*shape, *more)
     else:
-        planned = cpu_candidates.select_open_scratch(*shape, k, 256, 16)
+        planned = cpu_candidates.select_open_scratch(*shape, k, 256, 16, 2)
     assert 0.6 * planned <= taken <= planned
 
 
