@@ -86,7 +86,7 @@ def test_the_headline_is_the_worst_finding(demo):
 
 def test_every_site_is_judged_by_some_probe(demo):
     judged = {result.of or result.site for run in runs(demo, LENGTH, ROWS, silent) for result in run.results}
-    assert judged == {name for probe in QUICK for name in probe.judges}
+    assert judged == {name for probe in QUICK for name in probe.judges} - {site.name for site in sites.OF_V41}
 
 
 def test_every_row_is_looked_at(demo):

@@ -12,7 +12,7 @@ from fathom.model.hyper import HyperConnection
 from fathom.model.moe import TextGate
 from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention, begun
 from fathom.probes import bits, drafting, load, memory
-from fathom.probes.layers import KINDS
+from fathom.probes.layers import KINDS, runs
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject
 from fathom.scripts import make_checkpoint
@@ -47,6 +47,11 @@ def failed(name, subject):
 @pytest.mark.parametrize("name", PROBES)
 def test_a_healthy_run_passes(healthy, name):
     assert not failed(name, healthy)
+
+
+def test_every_site_is_judged_by_some_probe(healthy):
+    judged = {result.of or result.site for run in runs(healthy, 300, 16, silent) for result in run.results}
+    assert judged == {name for probe in LAYERS.values() for name in probe.judges}
 
 
 def test_every_parameter_of_a_text_has_an_effect(healthy):
