@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.stored import Rows
 from fathom.kernels.ops import CPU, Ops, mass_unit
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.layers import LayerCache
@@ -41,7 +40,8 @@ from fathom.probes.shared.calls import Attend
 from fathom.probes.shared.exact import attend_off, exact, exact_linears
 from fathom.probes.shared.recorder import Recorder
 from fathom.probes.shared.trace import EVERY, OF_TOKENS, Difference, Passed, Trace, named, traced
-from fathom.probes.subject import Subject, run_tokens
+from fathom.probes.subject import Subject, all_open, another, restricts, run_tokens
+from fathom.runtime.options import check_options
 
 # A key whose share of a token's softmax is below the last bit of all numbers of the output moves nothing: with bf16 and
 # a few hundred numbers in an output row, about 1e-5. Trained models give that to few keys that they attend to at all.
@@ -53,11 +53,12 @@ UNEQUAL_SELECTIONS = 0.01
 LOUD = 100.0  # of what stands in rows of caches that nobody has written: a softmax that reads one gives it much weight
 BIN = 16  # tokens to a cell of the map
 SLOW = 16  # calls of fewer tokens are run up to `small_upto` only
+RESTRICTED: Final = 1024  # tokens of a prompt that is run to see candidates restrict a selection, at most
 FEW: Final = (1, 2, 3, 4, 5, 6, 7, 8)  # tokens of calls for which ops have a way of their own
 # Sums that are in another order in such a call: `Tally` holds them against exact ones.
 REORDERED: Final = (sites.MIXED, sites.SELECTED, sites.CANDIDATES)
 # Ways to store entries and index keys, each form of each once; the same bits come back from all of them.
-FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"))
+FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"), ("dtype", "fp4"))
 
 
 AFTER, TURNS, RESTORED = "after prompt B", "in turns with B", "saved and restored half way"
@@ -217,17 +218,22 @@ the oldest that a token may see is not saved, because it should not be read."""
         )
         kinds = {subject.config.layer_kind(one.layer): one for one in reversed(reaches) if len(one.moved) >= 2 * BIN}
         maps = [heat_map(kind, one) for kind, one in kinds.items() if kind in BEYOND_WINDOW]
-        return Report(summary, tuple(findings), (table, *maps), NOT_CLAIMED)
+        few = all_open(subject.config)
+        open_ = f" That candidates restrict a selection: it takes more than {few} tokens." if few > RESTRICTED else ""
+        return Report(summary, tuple(findings), (table, *maps), NOT_CLAIMED + open_)
 
     def seen(self, subject: Subject, progress: Progress) -> tuple[list["Reach"], list[Finding]]:
         """What was selected, and which rows single layers see, in one call."""
         config, model = subject.config, subject.model
-        length, recorder = _long(config, self.tokens, 16), Recorder((sites.ATTENTION_INPUT, sites.SELECTED))
+        watched = sites.ATTENTION_INPUT, sites.SELECTED, sites.CANDIDATES
+        length, recorder = _long(config, self.tokens, 16), Recorder(watched)
         positions = sorted({*self.changed, max(0, max(config.compress_ratios) - 1)})  # the last of a block among them
         with listening(model, recorder.listeners()):
             run_tokens(model, subject.tokens(length), length)
         csa = [layer for layer in range(config.num_hidden_layers) if config.selects(layer)]
-        findings = [selections(config, {layer: recorder.rows(sites.SELECTED, layer) for layer in csa})] if csa else []
+        blocks = None if config.v41 is None else recorder.rows(sites.CANDIDATES, config.v41.candidate_source)
+        chosen = {layer: recorder.rows(sites.SELECTED, layer) for layer in csa}
+        findings = [selections(config, chosen, blocks)] if csa else []
         reaches: list[Reach] = []
         for layer in (layers := self._layers(config)):
             progress(0.2 * len(reaches) / len(layers), f"layer {layer}, token by token")
@@ -255,7 +261,7 @@ the oldest that a token may see is not saved, because it should not be read."""
         model = subject.load(subject.with_options(dtype="bf16"), exact_linears(subject.ops)).model
         config = subject.config
         tokens = subject.tokens(_long(config, self.tokens, 16))
-        other = [(token + config.vocab_size // 2) % config.vocab_size for token in tokens]
+        other = [another(token, config, config.vocab_size // 2) for token in tokens]
         kept = sorted({*self.kept, max(0, max(config.compress_ratios) - 2)})  # behind it, the last token of a block
 
         def run(ids: list[int]) -> Trace:
@@ -283,9 +289,10 @@ the oldest that a token may see is not saved, because it should not be read."""
         return runs, [vacuous("a changed token moves its own row", why)]
 
     def _lengths(self, config: ModelConfig) -> list[int]:
-        """Those asked for, both sides of a block's end, and one whose ring wraps in short calls; ascending."""
-        block = max(config.compress_ratios)
-        return sorted({*self.lengths, max(1, block - 3), block + 3, config.sliding_window + 5})
+        """Those asked for, both sides of a block's end, a ring that wraps in short calls, and candidates; ascending."""
+        block, few = max(config.compress_ratios), all_open(config)
+        restricted = {few + 5} if 0 < few <= RESTRICTED else set[int]()
+        return sorted({*self.lengths, max(1, block - 3), block + 3, config.sliding_window + 5, *restricted})
 
     def _grid(self, config: ModelConfig) -> Iterator[tuple[int, int]]:
         """Every chunk with every length that it cuts, ascending."""
@@ -361,11 +368,11 @@ the oldest that a token may see is not saved, because it should not be read."""
         for entries, keys in FORMS:
             try:
                 other = replace(options, entry_format=entries, key_format=keys)
-                model = subject.load(other).model
-            except ConfigError:  # it does not hold this run's numbers
+                check_options(subject.config, other, subject.directory)
+            except ConfigError:  # it does not hold this run's numbers, or the model has no such caches
                 continue
             if other != options:
-                run = again(model, calls)
+                run = again(subject.load(other).model, calls)
                 runs[f"entries in {entries}, index keys in {keys}"] = Compared(wanted.differences(run))
         return {"stored in another form": runs} if runs else {}, []
 
@@ -374,6 +381,7 @@ the oldest that a token may see is not saved, because it should not be read."""
         model, length = subject.model, _long(subject.config, self.repeated, 4)
         ranks = model.arithmetic.ranks
         norms = ranks.whole(model.embedding.weight.float().norm(dim=1), 0, ranks.shards.vocabulary)
+        norms[list(subject.config.of_images)] = 0
         a, b = (self._calls(subject, ids) for ids in (subject.tokens(length), [int(norms.argmax())] * length))
         first, stale = again(model, a), 0.0
         runs: Runs = {}
@@ -523,12 +531,11 @@ def poison(model: Transformer, calls: Sequence[Tensor]) -> float:
         for cache in state.layers
         for component in cache.components.values()
         for buffer in vars(component).values()
-        if isinstance(buffer, Tensor)
+        if isinstance(buffer, Tensor) and buffer.is_floating_point()  # numbers of tokens are no numbers to lose
     ]
     kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
     for buffer in buffers:
-        if buffer.is_floating_point():  # numbers of tokens are none
-            buffer.fill_(float("nan"))
+        buffer.fill_(float("nan"))
     del state, buffers, buffer
     fresh = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     return sum(int(one.isnan().sum()) for one in fresh) / sum(one.numel() for one in fresh)
@@ -601,17 +608,21 @@ class Tally:
             self.worst = worst.clamp(min=self.worst).item()  # a NaN stays, as it would not in Python's max
             return out
 
-        def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
-            out = exactly_so.select(q, head_weights, keys, first, ratio, k)
-            own = ops.select(q, head_weights, keys, first, ratio, k)
-            unequal = (own != out).any(1).nonzero()[:, 0]
-            self.rows += len(out)
-            self.unequal += len(unequal)
-            if len(unequal):
-                self.at.setdefault("select", {"token": first + int(unequal[0]), "of a call at": first})
-            return out
+        def noted(what: str) -> Callable[..., Tensor]:
+            def choose(*given: Any) -> Tensor:
+                out: Tensor = getattr(exactly_so, what)(*given)
+                own, first = getattr(ops, what)(*given), given[3]
+                unequal = (own != out).any(1).nonzero()[:, 0]
+                self.rows += len(out)
+                self.unequal += len(unequal)
+                if len(unequal):
+                    self.at.setdefault("select", {"token": first + int(unequal[0]), "of a call at": first})
+                return out
 
-        return exactly_so._replace(attend=attend, select=select)
+            return choose
+
+        chosen = {what: noted(what) for what in ("select", "open_blocks", "select_open")}
+        return exactly_so._replace(attend=attend, **chosen)
 
     def findings(self) -> Iterator[Finding]:
         """Judge what the run's own ops made of the same arguments."""
@@ -626,15 +637,21 @@ class Tally:
 # --- what a token sees
 
 
-def selections(config: ModelConfig, by_layer: dict[int, Tensor]) -> Finding:
-    """Judge every selection [t, k]: distinct entries e < (t + 1) // ratio, and min(top-k, visible) of them."""
+def selections(config: ModelConfig, by_layer: dict[int, Tensor], blocks: Tensor | None = None) -> Finding:
+    """Judge every selection [t, k]: distinct entries e < (t + 1) // ratio, and min(top-k, visible) of them.
+
+    Where candidates restrict a layer of V4.1, of the entries in open `blocks` [t, n].
+    """
     wrong: list[dict[str, JSON]] = []
     for layer, rows in by_layer.items():
         for t, row in enumerate(rows.tolist()):
-            visible = (t + 1) // config.ratio(layer)
-            chosen = {entry for entry in row if 0 <= entry < visible}
-            if not len(chosen) == sum(entry != -1 for entry in row) == min(config.index_topk, visible):
-                wrong.append({"csa layer": layer, "t": t, "visible": visible, "selected": row})
+            able = set(range((t + 1) // config.ratio(layer)))
+            if blocks is not None and config.v41 is not None and restricts(config, layer):
+                opened = set(blocks[t].tolist())
+                able = {entry for entry in able if entry // config.v41.candidate_block_size in opened}
+            chosen = {entry for entry in row if entry in able}
+            if not len(chosen) == sum(entry != -1 for entry in row) == min(config.index_topk, len(able)):
+                wrong.append({"csa layer": layer, "t": t, "visible": len(able), "selected": row})
     total = sum(len(rows) for rows in by_layer.values())
     what = f"selections of {total} that are not min(top-k, visible) finished blocks, all CSA layers"
     return judged(what, len(wrong), exactly(0), **(wrong[0] if wrong else {}))

@@ -43,7 +43,7 @@ from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Dspark, Dspark41, Mt
 from fathom.probes.judge.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
 from fathom.probes.probe import Probe, Progress, one_rank, room
 from fathom.probes.shared.trace import Trace, named
-from fathom.probes.subject import Subject, run_tokens
+from fathom.probes.subject import Subject, another, run_tokens
 from fathom.runtime.drafting import Drafter, Drafting, HeadDrafter, check_draft, drafting
 from fathom.runtime.generate import Generation
 from fathom.runtime.load import LoadedV4
@@ -413,12 +413,6 @@ class Told:
 def _mixed(ahead: Sequence[int], right: int, config: ModelConfig) -> list[int]:
     """Tokens that come, so many of them; and others for the rest."""
     return [token if place < right else another(token, config) for place, token in enumerate(ahead)]
-
-
-def another(token: int, config: ModelConfig) -> int:
-    """Another id of a text."""
-    following = (token + 1) % config.vocab_size
-    return another(following, config) if following in config.of_images else following
 
 
 class Moment(NamedTuple):

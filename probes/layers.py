@@ -44,7 +44,7 @@ from fathom.probes.judge.faults_v41 import FAULTS
 from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting, has, layer_of
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 from fathom.probes.probe import Probe, Progress
-from fathom.probes.subject import Subject
+from fathom.probes.subject import Subject, all_open, restricts
 from fathom.probes.verdict import ids_alike
 from fathom.probes.ways import record
 from fathom.runtime.arithmetic import DTYPES
@@ -245,7 +245,7 @@ def _changed(model: Transformer, plain: Run) -> Iterator[None]:
 
 
 def small(config: ModelConfig) -> list[int]:
-    """The RMS of stressed streams, as powers of two, for an equal part of the tokens each: 1e-3, 1e-6, 1e-9 in V4.
+    """The RMS of stressed streams, as powers of two, for an equal part of the tokens each.
 
     A norm takes a factor of sqrt(eps) from what is shorter than that, so the second one's eps shows in streams of eps.
     """
@@ -280,6 +280,7 @@ class Mistake(NamedTuple):
     applies: Callable[[ModelConfig, int], bool] = lambda config, layer: True  # noqa: ARG005
     each: bool = True  # whether every layer must show it, or one of them
     stressed: bool = False  # whether the stressed run must show it, or one of the others
+    hidden_to: Callable[[ModelConfig], int] = lambda config: 0  # noqa: ARG005 -- tokens up to which nothing shows it
 
 
 def altered(**changes: Callable[[ModelConfig], object]) -> Callable[[Layer, Tensor, str], Tensor]:
@@ -329,14 +330,14 @@ def _in_v41(config: ModelConfig, layer: int) -> bool:
 
 
 def _faulty(
-    name: str, site: Site, applies: Callable[[ModelConfig, int], bool] = _in_v41, *, each: bool = True
+    name: str, site: Site, applies: Callable[[ModelConfig, int], bool] = _in_v41, *, each: bool = True, **more: Any
 ) -> Mistake:
     """A fault of V4.1 runtimes."""
 
     def wrong(part: Layer | Ends, at: Tensor) -> Tensor:
         return _by(replace(part.setting, layer=FAULTS[name].make(())), part, at, site.name)
 
-    return Mistake(name.replace("-", " "), site, wrong, applies, each)
+    return Mistake(name.replace("-", " "), site, wrong, applies, each, **more)
 
 
 def _unrotated(site: Site) -> Mistake:
@@ -371,10 +372,6 @@ def _unclamped(layer: Layer, at: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scored(config: ModelConfig, layer: int) -> bool:
     return not config.is_hash(layer)
-
-
-def _restricted(config: ModelConfig, layer: int) -> bool:
-    return config.v41 is not None and layer > config.v41.candidate_source
 
 
 def _behind_another(config: ModelConfig, layer: int) -> bool:
@@ -418,11 +415,14 @@ class LayersProbe(Probe):
         found = runs(subject, self._length(config), self.rows, progress)
         chosen = {run.name: [result for result in run.results if _name(result) in self.judges] for run in found}
         findings = [finding for name, results in chosen.items() for finding in _findings(name, results)]
-        shown = [row for mistake in self.mistakes for row in _shown(mistake, found)]
+        length = len(found[0].setting.tokens)
+        hidden = [mistake for mistake in self.mistakes if mistake.hidden_to(config) >= length]
+        shown = [row for mistake in self.mistakes if mistake not in hidden for row in _shown(mistake, found)]
         findings += [finding for row in shown if (finding := row.finding()) is not None]
         findings += self.known(found, config)
         parts = (_mistakes_table(shown), *self.parts(found, config)) if shown else tuple(self.parts(found, config))
-        return Report(_summary(found, chosen), tuple(findings), parts, NOT_CLAIMED)
+        told = [f" That {one.what} would show: it takes more than {one.hidden_to(config)} tokens." for one in hidden]
+        return Report(_summary(found, chosen), tuple(findings), parts, "".join((NOT_CLAIMED, *told)))
 
     def known(self, found: Sequence[Run], config: ModelConfig) -> Iterator[Finding]:
         """Numbers to know, without a bound."""
@@ -582,8 +582,8 @@ way are those of what really ran."""
             lambda layer, at: layer.mixed(at, entries=False),
             _compressed,
         ),
-        _faulty("candidates-off", sites.SELECTED, _restricted, each=False),
-        _faulty("candidates-not-pinned", sites.CANDIDATES),
+        _faulty("candidates-off", sites.SELECTED, restricts, each=False, hidden_to=all_open),
+        _faulty("candidates-not-pinned", sites.CANDIDATES, hidden_to=all_open),
     )
 
     def parts(self, found: Sequence[Run], config: ModelConfig) -> Iterator[Part]:

@@ -27,7 +27,7 @@ from fathom.model.cache.frontier import Frontier
 from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
 from fathom.model.cache.shared import SharedCache
 from fathom.model.checkpoint.weights import HASHED_WHOLE
-from fathom.model.config import V41, LayerKind, ModelConfig
+from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
@@ -260,7 +260,8 @@ def layer_bytes(
     d, di, ratio = config.head_dim, config.index_head_dim, config.ratio(layer)
     sizes = {"window": (config.sliding_window + min(chunk, context) - 1) * d * item}
     if config.v41 is not None:
-        return sizes | _more_of_v41(config.v41, config, layer, context, chunk, item)
+        rows = context // config.ratio(layer) if config.makes_entries(layer) else 0
+        return sizes | _more_of_v41(config, layer, min(chunk, context), rows, item, formats)
     kind = config.layer_kind(layer)
     if kind is LayerKind.SWA:
         return sizes
@@ -272,14 +273,18 @@ def layer_bytes(
     return sizes
 
 
-def _more_of_v41(own: V41, config: ModelConfig, layer: int, context: int, chunk: int, item: int) -> dict[str, int]:
-    sizes, ratio, d = {}, config.ratio(layer), config.head_dim
-    if layer in own.engram.layer_ids:
-        sizes["tokens"] = (own.engram.max_ngram + min(chunk, context) - 1) * I64
+def _more_of_v41(
+    config: ModelConfig, layer: int, tokens: int, rows: int, item: int, formats: tuple[str, str]
+) -> dict[str, int]:
+    """What a layer has beside its window, where a call has so many tokens, and it makes so many rows."""
+    assert config.v41 is not None, "of its config"
+    sizes, tables = dict[str, int](), config.v41.engram
+    if layer in tables.layer_ids:
+        sizes["tokens"] = (tables.max_ngram + tokens - 1) * I64
     if config.makes_entries(layer):
-        rows = context // ratio
-        sizes |= {"entries": rows * d * item, "indexer_keys": rows * config.index_head_dim * item}
-        sizes["frontier"] = 2 * ratio * d * F32
+        sizes["entries"] = rows * entry_bytes(config, item, formats[0])
+        sizes["indexer_keys"] = rows * key_bytes(config, item, formats[1])
+        sizes["frontier"] = 2 * config.ratio(layer) * config.head_dim * F32
     return sizes
 
 

@@ -210,6 +210,26 @@ def selects_all(config: ModelConfig) -> int:
     return max((config.index_topk * ratio for kind, ratio in kinds if kind is LayerKind.CSA), default=0)
 
 
+def another(token: int, config: ModelConfig, by: int = 1) -> int:
+    """Another id of a text, so many further."""
+    following = (token + by) % config.vocab_size
+    return another(following, config) if following in config.of_images else following
+
+
+def all_open(config: ModelConfig) -> int:
+    """Tokens up to which V4.1's candidates hold all entries, so that they restrict no selection; 0 without any."""
+    if config.v41 is None:
+        return 0
+    restricted = [n for n in range(config.num_hidden_layers) if restricts(config, n)]
+    entries = config.v41.candidate_blocks * config.v41.candidate_block_size
+    return max((entries * config.ratio(layer) for layer in restricted), default=0)
+
+
+def restricts(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer of V4.1 selects among candidates."""
+    return config.v41 is not None and layer > config.v41.candidate_source and config.selects(layer)
+
+
 def run_tokens(model: Transformer, tokens: list[int], chunk: int, state: State | None = None) -> tuple[Tensor, State]:
     """Run `tokens` in calls of `chunk`; returns the hidden rows [t, hidden] of all of them, and the state.
 

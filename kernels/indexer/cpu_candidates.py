@@ -1,7 +1,7 @@
 """V4.1's candidates in tiles: one layer opens blocks of entries for each token, among which later layers select.
 
 To open blocks, every visible entry is scored, and of a block the best score is kept. To select, a token's open blocks
-alone are read: 16,384 entries at most in the published model, however long the context is. A few tokens have the scores
+alone are read, however long the context is. A few tokens have the scores
 of `kernels.indexer.cpu_few`, which no other token of a call moves by a bit.
 """
 
@@ -30,7 +30,9 @@ def open_blocks(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: 
         seen = visible_entries(first, t, ratio, q.device)[:, None]
         scores = scores_few(q, head_weights, keys, min((first + t) // ratio, entries))
         scores.masked_fill_(torch.arange(scores.shape[1]) >= seen, float("-inf"))
-        return opened(peaks(scores, size), seen, size, count)
+        best = peaks(scores, size)
+        unseen = blocks - best.shape[1]
+        return opened(torch.nn.functional.pad(best, (0, unseen), value=float("-inf")), seen, size, count)
     step = _keys_of_a_tile(h, d, size)
     for part in _tokens_of_a_tile(t, h):
         seen = visible_entries(first + part.start, len(q[part]), ratio, q.device)[:, None]

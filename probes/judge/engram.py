@@ -57,7 +57,14 @@ def multipliers(config: "ModelConfig", layer: int) -> list[int]:
 
 
 def table_rows(
-    config: "ModelConfig", layer: int, tokens: Tensor, numbers: Tensor, at: Tensor, start: Tensor | None = None
+    config: "ModelConfig",
+    layer: int,
+    tokens: Tensor,
+    numbers: Tensor,
+    at: Tensor,
+    start: Tensor | None = None,
+    *,
+    blank: int | None = None,
 ) -> Tensor:
     """Rows of a layer's table that tokens look up, [n, columns] int64.
 
@@ -75,12 +82,14 @@ def table_rows(
         [n] int64: positions.
     start
         [t] int64: how far back the n-gram of each position reaches; None: to the first token.
+    blank
+        The number of what stands before that; None: that of the id which pads.
 
     """
     assert config.v41 is not None, "of its config"
     tables = config.v41.engram
-    before = torch.full((tables.max_ngram - 1,), tables.pad_token_id)
-    alike, none = numbers[torch.cat((before, tokens))], numbers[tables.pad_token_id]
+    none = numbers[tables.pad_token_id] if blank is None else torch.tensor(blank)
+    alike = torch.cat((none.expand(tables.max_ngram - 1), numbers[tokens]))
     first = torch.zeros_like(tokens) if start is None else start
     mixed, found, offset = torch.zeros(len(at), dtype=torch.int64), [], 0
     own = primes(config)[tables.layer_ids.index(layer)]

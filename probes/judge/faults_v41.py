@@ -29,6 +29,7 @@ from fathom.probes.judge.oracle import (
     SELECTED,
     Ends,
     Noise,
+    Parameters,
     Setting,
     Unknown,
     hadamard,
@@ -412,11 +413,10 @@ class _EngramRawIds(Layer41):
 @fault("engram-pad-raw", "Before the first token n-grams have the id that pads, not its number.", "expected of a port")
 class _EngramPadRaw(Layer41):
     def _engram_rows(self, at: Tensor) -> Tensor:
-        if self.setting.alike is None:
-            raise Unknown("there is no tokenizer.json")
-        pad, numbers = self.own.engram.pad_token_id, self.setting.alike.clone()
-        numbers[pad] = pad
-        return self.found_rows(table_rows(self.config, self.layer, self.setting.tokens, numbers, at))
+        alike, pad = self.setting.alike, self.own.engram.pad_token_id
+        if alike is None or int(alike[pad]) == pad:
+            raise Unknown("its number is not known, or is the id")
+        return self.found_rows(table_rows(self.config, self.layer, self.setting.tokens, alike, at, blank=pad))
 
 
 @fault("engram-joint-norm", "The streams are normed together, where each is normed by itself.", "expected of a port")
@@ -475,28 +475,63 @@ class _ClampsDropped(Layer41):
 # --- weights
 
 
+class _Misread(Parameters):
+    """Parameters of which those in FP8 are decoded otherwise."""
+
+    def __init__(self, right: Parameters) -> None:
+        vars(self).update(vars(right))
+        self.kept = {}
+
+    def fresh(self, name: str) -> Tensor:
+        mapping = self.mapping(name)
+        right, of_fp8 = super().fresh(name), mapping.form is Form.FP8 and mapping.part is None
+        return self.misread(right, self.checkpoint.read(mapping.weight)) if of_fp8 else right
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        mapping, found = self.mapping(name), super().rows(name, ids)
+        of_fp8 = mapping.form is Form.FP8_ROWS
+        return self.misread(found, self.checkpoint.rows(mapping.weight, ids)) if of_fp8 else found
+
+    def misread(self, right: Tensor, values: Tensor) -> Tensor:
+        """Numbers of what they should be, and of the stored values."""
+        raise NotImplementedError
+
+
+class _Halved(_Misread):
+    def misread(self, right: Tensor, values: Tensor) -> Tensor:
+        del values
+        return right / 2
+
+
+class _Unscaled(_Misread):
+    def misread(self, right: Tensor, values: Tensor) -> Tensor:
+        del right
+        return values.to(F64)
+
+
+class _OfMisread(Layer41):
+    """A layer of such parameters."""
+
+    misread: ClassVar[type[_Misread]]
+
+    def __init__(self, setting: Setting, layer: int, at: Tensor) -> None:
+        if not isinstance(setting.parameters, _Misread):
+            setting = replace(setting, parameters=self.misread(setting.parameters))
+        super().__init__(setting, layer, at)
+
+
 @fault(
     "fp8-as-fnuz",
-    "Bytes of FP8 weights are read as AMD's E4M3, which is half of each number.",
+    "FP8 weights count half: their bytes are read as AMD's E4M3, -0 aside.",
     "notes of bring-ups on gfx942; vLLM#45681",
 )
-class _Fp8AsFnuz(Layer41):
-    def linear(self, x: Tensor, parameter: str) -> Tensor:
-        out = super().linear(x, parameter)
-        return out / 2 if self.parameters.mapping(self.name(parameter)).form is Form.FP8 else out
-
-    def found_rows(self, rows: Tensor) -> Tensor:
-        return super().found_rows(rows) / 2
+class _Fp8AsFnuz(_OfMisread):
+    misread = _Halved
 
 
 @fault("fp8-scales-ignored", "FP8 weights are used without their scales.", "ports that read blocks of 128, not of 32")
-class _Fp8ScalesIgnored(Layer41):
-    def linear(self, x: Tensor, parameter: str) -> Tensor:
-        name = self.name(parameter)
-        mapping = self.parameters.mapping(name)
-        if mapping.form is not Form.FP8 or mapping.part is not None:
-            return super().linear(x, parameter)
-        return self.product(self.rounded(x, name), self.parameters.checkpoint.read(mapping.weight).to(F64))
+class _Fp8ScalesIgnored(_OfMisread):
+    misread = _Unscaled
 
 
 # --- which of them explains a difference

@@ -160,7 +160,7 @@ _SIZES: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "open_blocks": lambda q, _, keys, *more: (*q.shape, keys.shape[0], *more[2:]),
     "select_open": lambda q, _, keys, *more: (
         *(*q.shape, keys.shape[0], more[2], more[3].shape[1], more[4]),
-        q.itemsize if _stored_as(keys) == "dtype" else 4,
+        q.itemsize if _stored_as(keys) == "dtype" else 5,  # decoded, beside what is stored
     ),
     "attend": _of_attended,
     **dict.fromkeys(("hyper_weights", "read_streams"), lambda streams, *_: (*streams.shape, streams.itemsize)),

@@ -248,7 +248,7 @@ def _of_layers(config: Config, layers: list[int]) -> Config:
     if isinstance(config, LlamaConfig):
         return replace(config, num_hidden_layers=count)
     drafts = config.dspark
-    if drafts is not None:
+    if drafts is not None and config.v41 is None:
         read = len(drafts.target_layer_ids)  # what it reads of each lives until the last of them
         drafts = replace(drafts, target_layer_ids=tuple(max(0, count - read + at) for at in range(read)))
     return replace(

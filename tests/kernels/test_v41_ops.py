@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
+from fathom.kernels.formats import rows as stored
 from fathom.kernels.formats.reference import decode, e8m0, looked_up
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Fp8Rows, rows
 from fathom.kernels.indexer import cpu_candidates
@@ -114,25 +115,37 @@ def test_of_equal_scores_the_lower_is_taken(ops):
     assert ops.select_open(q, w, keys, 37, 1, 5, blocks, 4).tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
-@pytest.mark.parametrize(("op", "more"), [("open_blocks", (16, 8)), ("select_open", ())])
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_what_candidates_take_is_what_is_planned(op, more, tokens):
-    """Of 20,000 keys: within 10 % of the plan, and a small part of all scores."""
-    n, k = 20_000, 64
-    (q, w, keys), _ = scored(tokens, n, heads=16, width=64)
-    given = (q, w, keys.bfloat16(), n - tokens, 1)
-    if op == "select_open":
-        more = (k, CPU.open_blocks(*given, 16, 256), 16)
+@pytest.mark.parametrize("op", ["open_blocks", "select_open"])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("form", ["dtype", "fp4"])
+@pytest.mark.parametrize("opened", [64, 512])
+def test_what_candidates_take_is_what_is_planned(op, tokens, form, opened):
+    """Of 20,000 keys, by the heads and the width of the published model: no more, and not half of it."""
+    n, k, heads, width, size = 20_000, 64, 32, 128, 16
+    (q, w, keys), _ = scored(tokens, n, heads=heads, width=width)
+    kept = keys.bfloat16()
+    if form == "fp4":
+        stored.write(kept := stored.fp4_keys(n, width, torch.device("cpu")), 0, keys)
+    given = (q.bfloat16(), w, kept, n - tokens, 1)
+    more = (size, opened) if op == "open_blocks" else (k, CPU.open_blocks(*given, size, opened), size)
     with profile(profile_memory=True) as profiler:
         getattr(CPU, op)(*given, *more)
     sizes = sorted((e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]")
     taken = max(itertools.accumulate(nbytes for _, nbytes in sizes))
-    shape = (tokens, 16, 64, n)
+    shape = (tokens, heads, width, n)
     if op == "open_blocks":
         planned = cpu_candidates.open_blocks_scratch(*shape, *more)
     else:
-        planned = cpu_candidates.select_open_scratch(*shape, k, 256, 16, 2)
-    assert 0.6 * planned <= taken <= planned
+        planned = cpu_candidates.select_open_scratch(*shape, k, opened, size, 2 if form == "dtype" else 5)
+    assert planned / 2 <= taken <= planned
+
+
+@SETS
+@pytest.mark.parametrize("first", [10, 90])
+def test_as_many_blocks_as_there_may_be_are_told(ops, first):
+    """Of 100 keys, though the tokens see few."""
+    (q, w, keys), _ = scored(2, 100)
+    assert ops.open_blocks(q, w, keys, first, 1, 8, 4).shape == (2, 4)
 
 
 @SETS

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from fathom.probes.ways import record
 from fathom.runtime.drafting import drafting
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.rehearsal import _of_layers as rehearsed
 from fathom.runtime.statefile import load_state, save_state
 from fathom.scripts import calibrate_kv, compare, generate, make_checkpoint, plan, probe
 from fathom.scripts import record as record_command
@@ -136,6 +138,13 @@ def test_a_draft_that_stands_for_an_image_ends_the_drafts(small):
     with by.listening(loaded.model):
         loaded.model(torch.tensor(IDS[:9]), loaded.model.new_state(TOKENS, TOKENS))
         assert by.drafter(array("q", IDS[:10]), 4) == [5]
+
+
+def test_a_head_is_rehearsed_where_it_reads(small):
+    """All layers of a V4.1 are: what the head reads of them stays where it is."""
+    config = ModelConfig.from_file(small / "config.json")
+    config = replace(config, dspark=replace(config.dspark, target_layer_ids=(3, 6, 2)))
+    assert rehearsed(config, [*range(config.num_hidden_layers)]).dspark == config.dspark
 
 
 def test_a_head_is_planned(small, capsys):

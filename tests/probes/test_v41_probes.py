@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
+import torch
 
+from fathom.kernels.ops import CPU
 from fathom.model import draft
 from fathom.model.attention import Attention
 from fathom.model.draft import DelayedStage
@@ -13,8 +15,10 @@ from fathom.model.moe import TextGate
 from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention, begun
 from fathom.probes import bits, drafting, load, memory
 from fathom.probes.layers import KINDS, runs
+from fathom.probes.memory import call_bytes, live_bytes, noise_up_to
 from fathom.probes.probe import run_probe, silent
-from fathom.probes.subject import Subject
+from fathom.probes.subject import Subject, another
+from fathom.runtime.options import RunOptions
 from fathom.scripts import make_checkpoint
 
 LAYERS = {kind.name: kind(tokens=300, rows=16) for kind in KINDS}
@@ -63,6 +67,37 @@ def test_every_parameter_of_a_text_has_an_effect(healthy):
     assert len(effects) == len(asked) > 40
     none = {name for name, same in effects.items() if same}
     assert none == {"layers.4.ffn.gate.bias_vl", "layers.6.ffn.gate.bias_vl"} == set(filter(load.of_images, asked))
+
+
+@pytest.mark.parametrize("op", ["open_blocks", "select_open"])
+def test_candidates_of_the_worst_scores_are_seen(small, op):
+    def worst(q, head_weights, *more):
+        return getattr(CPU, op)(q, -head_weights, *more)
+
+    found = failed("bits", Subject(small, ops=CPU._replace(**{op: worst})))
+    assert any("share that differ from fp64" in what for _, what in found)
+
+
+@pytest.mark.parametrize("seed", range(3, 8))
+def test_no_probe_makes_an_id_of_images_itself(small, seed):
+    """Tokens that are changed, at whatever place, are those of texts."""
+    subject = Subject(small, seed=seed)
+    image, half = subject.config.of_images[0], subject.config.vocab_size // 2
+    assert image not in {another(token, subject.config, half) for token in range(subject.config.vocab_size)}
+    runs_of, _ = PROBES["bits"].followed(subject, silent)
+    assert len(runs_of) == 2
+
+
+def test_caches_in_fp4_are_predicted(small):
+    subject = Subject(small, RunOptions(key_format="fp4"))
+    assert not failed("memory", subject)
+
+
+def test_a_call_at_a_far_position_takes_what_is_worked_out_by_hand(healthy):
+    """Noise stands in all caches, numbers of tokens among them."""
+    model, tokens = healthy.model, torch.tensor(healthy.tokens(64))
+    taken = live_bytes(model, noise_up_to(model, 3000, 64), tokens)
+    assert 0 < taken <= call_bytes(model.config, 64, 2)
 
 
 def _undelayed(patch):
