@@ -159,6 +159,13 @@ class ModelConfig:
         """Ids that stand for parts of images, which no run takes."""
         return () if self.v41 is None else (self.v41.image_token_id,)
 
+    @property
+    def draft_taps(self) -> tuple[int, ...]:
+        """Layers behind which DSpark reads the streams: those that are named, in V4.1 those before these."""
+        assert self.dspark is not None, "of its config"
+        targets = self.dspark.target_layer_ids
+        return targets if self.v41 is None else tuple(layer - 1 for layer in targets)
+
     def layer_kind(self, layer: int) -> LayerKind:
         """SWA, CSA or HCA; layers behind the last one are stages of a draft head, all of them SWA."""
         return self.layer_kinds[layer] if layer < self.num_hidden_layers else LayerKind.SWA

@@ -26,7 +26,6 @@ from fathom.model.call import Call
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import MAX_DRAFTS, LayerKind, ModelConfig
-from fathom.model.errors import ConfigError
 from fathom.model.hyper import HyperHead
 from fathom.model.linear import Input, Linear
 from fathom.model.observe.observer import observed
@@ -352,7 +351,7 @@ class DsparkHead(DraftHead):
             weights.operand(f"{last}.{name}.weight") for name in (*self.markov, "confidence_head.proj")
         )
         self.markov_out, self.confidence = Dense(markov_out), Dense(confidence)  # [vocab, rank], [1, hidden + rank]
-        self.target_layers, self.most = self.settings.target_layer_ids, self.settings.block_size
+        self.target_layers, self.most = self.config.draft_taps, self.settings.block_size
 
     def read(self, streams: Tensor) -> Tensor:
         """Mean [n, hidden] over the streams [n, s, hidden]."""
@@ -407,10 +406,6 @@ class DelayedDspark(DsparkHead):
     markov = "markov_head.embed", "markov_head.head"
     blocks: list[DelayedStage]  # type: ignore[assignment]
 
-    def __init__(self, model: Transformer, weights: Weights) -> None:
-        super().__init__(model, weights)
-        self.target_layers = streams_before(self.config)
-
     def build_end(self, last: str, weights: Weights) -> None:
         """Nothing: the last stage's `pre` reads the streams."""
 
@@ -424,19 +419,6 @@ class DelayedDspark(DsparkHead):
     def folded(self, carried: Carried) -> Tensor:
         """Streams behind the last stage as one [t, hidden]."""
         return self.arithmetic.ops.collapse(carried.streams, carried.pre)
-
-
-def streams_before(config: ModelConfig) -> tuple[int, ...]:
-    """The layers behind which streams are those that enter the layers which V4.1's DSpark names.
-
-    ConfigError where none are: the first layer's, and those that n-grams are added to first.
-    """
-    assert config.dspark is not None, "the census asks for it"
-    assert config.v41 is not None, "of its config"
-    targets = config.dspark.target_layer_ids
-    if unheard := [layer for layer in targets if layer == 0 or layer in config.v41.engram.layer_ids]:
-        raise ConfigError(f"dspark_target_layer_ids: streams that enter layer {unheard[0]} are not heard here")
-    return tuple(layer - 1 for layer in targets)
 
 
 def build_head(kind: Head, model: Transformer, weights: Weights) -> DraftHead:

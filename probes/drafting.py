@@ -16,7 +16,7 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.choices import LOOKUP, PLAIN
 from fathom.model.config import ModelConfig
-from fathom.model.draft import Drafts, streams_before
+from fathom.model.draft import Drafts
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
@@ -511,8 +511,7 @@ def _taps(kind: Head, config: ModelConfig) -> tuple[int, ...]:
     """Layers behind which a head reads the streams."""
     if kind is Head.MTP:
         return (config.num_hidden_layers - 1,)
-    assert config.dspark is not None, "it drafts by DSpark"
-    return config.dspark.target_layer_ids if config.v41 is None else streams_before(config)
+    return config.draft_taps
 
 
 def _most(over: Mapping[str, Tensor]) -> float:

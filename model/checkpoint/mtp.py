@@ -83,6 +83,10 @@ def contradiction(drafts: Dspark, config: ModelConfig) -> str | None:
         return f"dspark_noise_token_id is {drafts.noise_token_id}, outside the vocabulary"
     if not targets or len(set(targets)) < len(targets) or max(targets) >= layers:
         return f"dspark_target_layer_ids is {targets}, want different layers below {layers}"
+    # V4.1's reads what enters a layer: here what the one before it left, and where n-grams are added there is no such.
+    unheard = () if config.v41 is None else (0, *config.v41.engram.layer_ids)
+    if not {*targets}.isdisjoint(unheard):
+        return f"dspark_target_layer_ids is {targets}: streams that enter layers {list(unheard)} are not heard here"
     return None
 
 

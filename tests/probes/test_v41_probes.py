@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fathom.kernels.ops import CPU
-from fathom.model import draft
 from fathom.model.attention import Attention
-from fathom.model.draft import DelayedStage
+from fathom.model.draft import DelayedDspark, DelayedStage
 from fathom.model.engram import Engram
 from fathom.model.hyper import HyperConnection
 from fathom.model.moe import TextGate
@@ -166,7 +165,13 @@ def _twice(patch):
 
 def _taps_behind(patch):
     """The head reads what leaves the layers, as in V4."""
-    patch.setattr(draft, "streams_before", lambda config: config.dspark.target_layer_ids)
+    right = DelayedDspark.__init__
+
+    def init(self, model, weights):
+        right(self, model, weights)
+        self.target_layers = self.config.dspark.target_layer_ids
+
+    patch.setattr(DelayedDspark, "__init__", init)
 
 
 def _not_carried(patch):
