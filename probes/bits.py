@@ -58,7 +58,8 @@ FEW: Final = (1, 2, 3, 4, 5, 6, 7, 8)  # tokens of calls for which ops have a wa
 # Sums that are in another order in such a call: `Tally` holds them against exact ones.
 REORDERED: Final = (sites.MIXED, sites.SELECTED, sites.CANDIDATES)
 # Ways to store entries and index keys, each form of each once; the same bits come back from all of them.
-FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"), ("dtype", "fp4"))
+FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"))
+FORMS_OF_V41: Final = (("dtype", "dtype"), ("dtype", "fp4"))  # whose other forms are not built
 
 
 AFTER, TURNS, RESTORED = "after prompt B", "in turns with B", "saved and restored half way"
@@ -365,7 +366,7 @@ the oldest that a token may see is not saved, because it should not be read."""
         options, length = subject.options, _long(subject.config, self.repeated, 4)
         calls = self._calls(subject, subject.tokens(length))
         wanted, runs = again(subject.model, calls), dict[str, Compared]()
-        for entries, keys in FORMS:
+        for entries, keys in FORMS if subject.config.v41 is None else FORMS_OF_V41:
             try:
                 other = replace(options, entry_format=entries, key_format=keys)
                 check_options(subject.config, other, subject.directory)
