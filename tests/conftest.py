@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ LONG = (  # files that take a minute or more of a core: begun first, as one that
     "probes/test_recall_probe.py",
     "kernels/test_experts.py",
 )
+
+if not any(argument.endswith(CUDA) for argument in sys.argv):  # options are read after a conftest of a folder is
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser):
