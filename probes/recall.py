@@ -1,7 +1,8 @@
 """Recall: whether the lightning indexer selects the entries that its equation ranks first, and attention reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import ClassVar, Final, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.nn.functional import one_hot
 
 from fathom.kernels.formats.rows import Rows, fp4_keys, fp8_entries, fp8_keys, read, write
 from fathom.model.cache.layers import CsaCache
+from fathom.model.cache.shared import SharedCache
 from fathom.model.checkpoint.config_json import CSA_RATIO
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
@@ -18,6 +20,7 @@ from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Site
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
+from fathom.model.v41 import rounded_index
 from fathom.probes.finding import (
     JSON,
     Bound,
@@ -38,8 +41,9 @@ from fathom.probes.finding import (
 from fathom.probes.judge.oracle import E2M1_INDEX, hadamard
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.shared.recorder import Recorder
-from fathom.probes.subject import Subject, run_tokens, selects_all
+from fathom.probes.subject import Subject, restricts, run_tokens, selects_all
 
+OF_KEYS: Final = (sites.INDEX_KEY, sites.INDEX_KEY_USED)
 SITES: Final = (
     sites.INDEX_QUERY, sites.INDEX_QUERY_USED, sites.INDEX_KEY, sites.INDEX_KEY_USED, sites.INDEX_WEIGHTS,
     sites.SELECTED,
@@ -237,6 +241,7 @@ class Layer(NamedTuple):
 
     layer: int
     ratio: int
+    turn: Callable[[Tensor], Tensor]  # what queries and keys are multiplied by before they are rounded
     positions: Tensor  # [t] of the tokens that were kept
     cached: Tensor  # [n, d], what the cache held in the end
     q: Tensor  # [t, h, d], before rounding
@@ -250,13 +255,14 @@ class Layer(NamedTuple):
     def recorded(
         cls, layer: int, config: ModelConfig, positions: list[int], recorder: Recorder, state: State
     ) -> "Layer":
-        """Collect what was heard of `SITES`, and what is held."""
-        cache = state.layers[layer]
-        assert isinstance(cache, CsaCache), f"CSA layer {layer} has a {type(cache).__name__}"
-        heard = [recorder.rows(site, layer) for site in SITES]
+        """Collect what was heard of `SITES`, and what is held; keys are those of the layer whose entries this reads."""
+        source = config.entry_source(layer)
+        cache = state.layers[source]
+        assert isinstance(cache, CsaCache | SharedCache), f"CSA layer {source} has a {type(cache).__name__}"
+        heard = [recorder.rows(site, source if site in OF_KEYS else layer) for site in SITES]
         held = cache.keys.view()
         stored = held if isinstance(held, Tensor) else read(held, 0, held.shape[0]).to(heard[3].dtype)
-        return cls(layer, config.ratio(layer), torch.tensor(positions), stored.cpu(), *heard)
+        return cls(layer, config.ratio(layer), turn_of(config), torch.tensor(positions), stored.cpu(), *heard)
 
     def groups(self, lengths: Sequence[int], rows: int, k: int) -> Iterator[Group]:
         """Compare the `rows` tokens before each length; lengths at which none sees more than k entries are left out."""
@@ -302,7 +308,9 @@ class Layer(NamedTuple):
         yield passed_over("", groups, layer)
         # says which side is at fault: 0.115 is what E2M1 alone does, 1.4 a rotation that is missing
         sides = {"queries": (self.q, self.q_used), "keys": (self.keys, self.keys_used)}
-        off: dict[str, JSON] = {f"{side}_off_their_rotation": off_rotation(*rows) for side, rows in sides.items()}
+        off: dict[str, JSON] = {
+            f"{side}_off_their_rotation": off_rotation(*rows, self.turn) for side, rows in sides.items()
+        }
         loose = min(groups, key=lambda group: mean(group.correlation))
         what = "correlation of the scores with those of unrounded q and k, mean over rows, lowest over lengths"
         told: dict[str, JSON] = {"tokens": loose.length, "worst_row": loose.at(loose.correlation)}
@@ -318,7 +326,7 @@ class Layer(NamedTuple):
         rest, n = torch.isin(self.positions, group.positions), group.length // self.ratio
         q, q_used, weights = self.q[rest].double(), self.q_used[rest].double(), self.head_weights[rest]
         keys, keys_used = self.keys[:n].double(), self.keys_used[:n].double()
-        truth, turned = exact_scores(q, weights, keys), hadamard(keys)
+        truth, turned = exact_scores(q, weights, keys), self.turn(keys)
         centre = turned.mean(0)
 
         def recall(queries: Tensor, entries: Tensor) -> float:
@@ -326,9 +334,9 @@ class Layer(NamedTuple):
             scores.masked_fill_(torch.arange(n) >= group.visible[:, None], -torch.inf)
             return mean(compare(scores.topk(group.k).indices, truth, group.visible, group.k).recall)
 
-        losses = (recall(q_used, turned), recall(hadamard(q), keys_used), mean(group.b.recall))
+        losses = (recall(q_used, turned), recall(self.turn(q), keys_used), mean(group.b.recall))
         about = recall(q_used, E2M1_INDEX.rounded(turned - centre) + centre)
-        moves = (off_rotation(q, q_used), off_rotation(keys, keys_used))
+        moves = (off_rotation(q, q_used, self.turn), off_rotation(keys, keys_used, self.turn))
         return [number(self.layer), group.length, *losses, about, *moves, _common(q), _common(keys)]
 
 
@@ -349,9 +357,14 @@ def passed_over(begin: str, groups: Sequence[Group], layer: int | None) -> Findi
     return judged(what, most.a.passed_over.max().item(), exactly(0), layer=layer, row=row, context=most.length)
 
 
-def off_rotation(rows: Tensor, used: Tensor) -> float:
-    """Distance of `used` [..., d] from the Hadamard rotation of `rows`, relative to their norm."""
-    rotated = hadamard(rows.double())
+def turn_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What index queries and keys are multiplied by before they are rounded: V4.1 has no such matrix."""
+    return hadamard if config.v41 is None else torch.clone
+
+
+def off_rotation(rows: Tensor, used: Tensor, turn: Callable[[Tensor], Tensor] = hadamard) -> float:
+    """Distance of `used` [..., d] from the rotation of `rows`, relative to their norm."""
+    rotated = turn(rows.double())
     return float((used.double() - rotated).norm() / rotated.norm().clamp(min=TINY))
 
 
@@ -409,13 +422,14 @@ def draw(
     generator, arithmetic, most = torch.Generator().manual_seed(seed), model.arithmetic, max(sizes)
     q, head_weights = like.queries(tokens, generator)
     q = q.to(model.device, arithmetic.dtype)
-    q_used = arithmetic.rounded_index(q)
+    rounded = arithmetic.rounded_index if model.config.v41 is None else partial(rounded_index, arithmetic=arithmetic)
+    q_used = rounded(q)
     truth, scores = (torch.empty(tokens, most, dtype=torch.float64) for _ in range(2))
     tiles = []
     for low in range(0, most, DRAWN_TILE):
         high = min(low + DRAWN_TILE, most)
         keys = like.keys(high - low, generator).to(model.device, arithmetic.dtype)
-        tiles.append(arithmetic.rounded_index(keys))
+        tiles.append(rounded(keys))
         truth[:, low:high] = exact_scores(q.cpu(), head_weights, keys.cpu())
         scores[:, low:high] = exact_scores(q_used.cpu(), head_weights, tiles[-1].cpu())
         progress(0.8 * high / most, f"scores of {high} drawn entries")
@@ -605,6 +619,7 @@ that back.
 **By the bound for oracle A, DeepSeek's own code would fail at long context.** It rounds scores to BF16 before the
 top-k, and on the same queries and keys that alone is enough (*A, scores in BF16*). This runtime scores in fp32."""
 
+    of_v41: ClassVar[bool] = True
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # contexts, in tokens, within one run
     rows: int = 64  # tokens before each length whose selections are compared: each residue of a ratio of 4, 16 times
     drawn_entries: tuple[int, ...] = (1024, 4096, 16384, 65536, 262144)  # the last is a million tokens at ratio 4
@@ -627,7 +642,7 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
         recorder = Recorder(self.reads, positions)
         with listening(subject.model, recorder.listeners()):
             _, state = run_tokens(subject.model, subject.tokens(lengths[-1]), subject.options.prefill_chunk)
-        csa = [layer for layer in range(config.num_hidden_layers) if config.layer_kind(layer) is LayerKind.CSA]
+        csa = [n for n in range(config.num_hidden_layers) if config.selects(n) and not restricts(config, n)]
         layers = [Layer.recorded(layer, config, positions, recorder, state) for layer in csa]
         progress(0.4, "comparing with the oracles")
         groups = {at.layer: list(at.groups(lengths, self.rows, k)) for at in layers}
@@ -650,7 +665,8 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
         progress(0.9, "constructed calls")
         findings += constructed_selections(subject.model, subject.seed)
         findings.append(constructed_attention(subject.model, subject.seed))
-        return Report(summary(every, draws), tuple(findings), tuple(parts), NOT_CLAIMED)
+        told = AMONG_CANDIDATES if config.v41 is not None else ""
+        return Report(summary(every, draws), tuple(findings), tuple(parts), NOT_CLAIMED + told)
 
     def _lengths(self, config: ModelConfig) -> tuple[int, ...]:
         """Lengths that fit and at which a token sees more than top-k entries, twice as many where there is none."""
@@ -788,7 +804,9 @@ That a selection is the best one for the answer: oracle B says what rounding cha
 model may well be indifferent to that; the probe `needle` says what becomes of answers. Draws have the mean and
 covariance of the model's queries and keys and nothing else in common with them: no entry stands out as the one that a
 question asks for. They test arithmetic and size, not the model."""
-
+AMONG_CANDIDATES: Final = (
+    " Layers of V4.1 that select among candidates are left out: the probe `attention` judges what they select."
+)
 
 FULL = Recall()
 # 75 entries at ratio 4, of which the demo selects 16

@@ -11,7 +11,7 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import ModelConfig
 from fathom.model.rounding import ROUNDINGS
-from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
+from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Block, Dspark, Dspark41, Mtp, SlotBlock, acts, skipping
 from fathom.probes.judge.oracle import E4M3_KV, E4M3_LINEAR, Noise, Parameters
 from tests.draft_parameters import Given, random_head
 from tests.make_checkpoint import tiny_config
@@ -24,6 +24,7 @@ ROUNDING = {True: ROUNDINGS["deployed"], False: ROUNDINGS["plain"]}
 SLOTS = torch.tensor([7, 500, 500, 500, 500])
 BOTH = {"rope-of-compressed-layers", "yarn-beside-their-own-base"}
 OF_MTP = {"first-embedding-zero", "collapsed-fed-back"}
+OF_V41 = {"pre-not-carried"}
 
 
 def exact(replicas=0):
@@ -321,7 +322,8 @@ def differing(some, others):
 def test_each_fault_changes_the_head_that_has_it(name, mtp_values, dspark_values, right):
     mtp, dspark = map(differing, right, parts((mtp_values, dspark_values), exact(), FAULTS[name]))
     assert bool(mtp) == (name in BOTH | OF_MTP) == acts(FAULTS[name], Mtp)
-    assert bool(dspark) == (name not in OF_MTP) == acts(FAULTS[name], Dspark)
+    assert bool(dspark) == (name not in OF_MTP | OF_V41) == acts(FAULTS[name], Dspark)
+    assert acts(FAULTS[name], Dspark41) == (name not in OF_MTP)
     if name == "confidence-normed":
         assert dspark == {"confidence"}
     if name == "collapsed-fed-back":

@@ -184,7 +184,7 @@ def test_texts_are_of_all_lengths_greedy_and_seeded():
 
 def test_turns_are_the_heads_nobodys_and_those_of_who_knows(monkeypatch):
     monkeypatch.setattr(drafting, "TURNS", (drafting.OWN, drafting.NONE, 2, 0))
-    turns = Turns(Nines(), [1, 2, 3, 4, 5, 6], 6)
+    turns = Turns(Nines(), [1, 2, 3, 4, 5, 6], replace(Subject().config, vocab_size=6))
     assert turns(array("q", [1]), 2) == [9, 9]
     assert turns(array("q", [1, 2]), 2) == []
     assert turns(array("q", [1, 2, 3]), 4) == [4, 5, 1], "the third is wrong, and there is no more"

@@ -12,7 +12,7 @@ from fathom.model.engram import Engram
 from fathom.model.hyper import HyperConnection
 from fathom.model.moe import TextGate
 from fathom.model.v41 import DelayedConnection, EntryMaker, SharedIndexer, WindowAttention, begun
-from fathom.probes import bits, drafting, load, memory
+from fathom.probes import bits, drafting, load, memory, recall
 from fathom.probes.layers import KINDS, runs
 from fathom.probes.memory import call_bytes, live_bytes, noise_up_to
 from fathom.probes.probe import run_probe, silent
@@ -26,6 +26,7 @@ PROBES = LAYERS | {
     "drafting": dataclasses.replace(drafting.QUICK, apart=80, chains=0, texts=1, read=(40,), written=12),
     "load": load.QUICK,
     "memory": memory.QUICK,
+    "recall": recall.QUICK,
 }
 
 
@@ -148,6 +149,11 @@ def _every_block(patch):
     patch.setattr(SharedIndexer, "build", build)
 
 
+def _one_side_turned(patch):
+    """Index queries are multiplied by V4's Hadamard matrix, keys are not."""
+    patch.setattr(SharedIndexer, "query_used", lambda self, q: self.arithmetic.rounded_index(q))
+
+
 def _v4_window(patch):
     """Rotated dims of the window's keys are not rounded."""
     patch.setattr(WindowAttention, "kv", Attention.kv)
@@ -191,6 +197,7 @@ FAULTS = {
     "entries rotated elsewhere": (_rotated, "rope", 2, "attention.entry rotated dims"),
     "bias of images": (_of_images, "routing", 0, "experts.ids"),
     "bias of images, held": (_of_images, "load", 0, "numbers that differ"),
+    "queries turned, keys not": (_one_side_turned, "recall", 2, "correlation of the scores"),
     "every block open": (_every_block, "attention", 7, "indexer.selected"),
     "weight of n-grams": (_twice, "load", 1, "numbers that differ"),
     "streams behind the layers": (_taps_behind, "drafting", None, "as if taps-one-layer-late"),
