@@ -72,6 +72,7 @@ ENDS: Final = (2048, 4097, 6144)
 TOP_KS: Final = (16, 600)
 LIMIT: Final = 4096
 KINDS: Final = 96
+BLOCK, OPEN = 16, (8, 1 << 10)  # entries of a block of candidates; blocks that are open, fewer than there are, and more
 SIZES: Final = 3
 # Of how many entries how many are selected: by one tile and by several, few of them and most of them; and all of more
 # entries than any tile holds, as HCA reads them.
@@ -479,17 +480,9 @@ def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
     so that many entries share the k-th score: who does not take the lower of two equal ones is off in about every row.
     """
     generator, most = torch.Generator().manual_seed(seed), max(ENDS)
-
-    def integers(*shape: int) -> Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).double()
-
-    def keys_of(count: int) -> Tensor:
-        """[count, WIDTH] in sizes of their own, and each of their parts of 32 columns in one of two."""
-        key, part = torch.arange(count)[:, None], torch.arange(WIDTH) // 32
-        return integers(count, WIDTH) * 2.0 ** (key % SIZES + (key + part) % 2)
-
+    integers = partial(_integers, generator)
     dtype, device = model.arithmetic.dtype, model.device
-    unlike, alike = keys_of(most), keys_of(KINDS)[torch.randint(KINDS, (most,), generator=generator)]
+    unlike, alike = _sized_keys(generator, most), _keys_of_kinds(generator, most)
     rows, worse, later = {False: 0, True: 0}, {False: list[str](), True: list[str]()}, list[str]()
     for tokens, (keys, ends) in product(CALLS, ((unlike, ENDS), (alike, ENDS[-1:]))):
         q, weights = integers(tokens, HEADS, WIDTH), integers(tokens, HEADS) / 2
@@ -515,6 +508,53 @@ def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
         yield judged(what, len(wrong), exactly(0), **some(wrong[:1]))
     what = f"constructed, equal scores: rows, of {sum(rows.values())}, that do not take the lower entry"
     yield judged(what, len(later), exactly(0), **some(later[:1]))
+
+
+def _integers(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=generator).double()
+
+
+def _sized_keys(generator: torch.Generator, count: int) -> Tensor:
+    """[count, WIDTH] in sizes of their own, and each of their parts of 32 columns in one of two."""
+    key, part = torch.arange(count)[:, None], torch.arange(WIDTH) // 32
+    return _integers(generator, count, WIDTH) * 2.0 ** (key % SIZES + (key + part) % 2)
+
+
+def _keys_of_kinds(generator: torch.Generator, count: int) -> Tensor:
+    """[count, WIDTH] of KINDS kinds."""
+    return _sized_keys(generator, KINDS)[torch.randint(KINDS, (count,), generator=generator)]
+
+
+def constructed_candidates(model: Transformer, seed: int) -> Finding:
+    """V4.1's ops where every score is exact and many are equal, as in `constructed_selections`.
+
+    Which blocks are open to a token, few of them and all that it sees, and what it selects of those entries.
+    """
+    generator, n, wrong, rows = torch.Generator().manual_seed(seed), ENDS[0], list[str](), 0
+    keys, ops = _keys_of_kinds(generator, n), model.arithmetic.ops
+    for tokens in CALLS:
+        q, weights = _integers(generator, tokens, HEADS, WIDTH), _integers(generator, tokens, HEADS) / 2
+        given = q.to(model.device, model.arithmetic.dtype), weights.float().to(model.device)
+        first = n - tokens
+        seen = torch.arange(first, n)[:, None] + 1
+        scores = exact_scores(q, weights, keys).masked_fill(torch.arange(n) >= seen, -torch.inf)
+        best = scores.view(tokens, -1, BLOCK).amax(2).scatter(1, (seen - 1) // BLOCK, torch.inf)  # the newest always
+        for (form, stored), count in product(_stored_keys(keys.to(given[0])), OPEN):
+            ordered = best.sort(dim=1, descending=True, stable=True)
+            none = ordered.values[:, :count].isneginf()  # blocks that begin behind what a token sees
+            blocks = ordered.indices[:, :count].masked_fill(none, best.shape[1]).sort(dim=1).values
+            is_open = torch.zeros(tokens, best.shape[1] + 1, dtype=torch.bool).scatter(1, blocks, value=True)
+            able = scores.masked_fill(~is_open[:, :-1].repeat_interleave(BLOCK, 1), -torch.inf)
+            blocks = blocks.masked_fill(blocks == best.shape[1], -1)
+            wanted = able.sort(dim=1, descending=True, stable=True).indices[:, : TOP_KS[0]].sort(dim=1).values
+            opened = ops.open_blocks(*given, stored, first, 1, BLOCK, count)
+            chosen = ops.select_open(*given, stored, first, 1, TOP_KS[0], opened, BLOCK)
+            rows += 2 * tokens
+            for what, found, right in (("blocks", opened, blocks), ("entries", chosen, wanted)):
+                for row in (found.cpu().long() != right).any(1).nonzero()[:, 0].tolist():
+                    wrong.append(f"{what}, {count} open{form}, token {row + 1} of {tokens}")
+    what = f"constructed, candidates: rows, of {rows}, that are not the best blocks, or of these not the best entries"
+    return judged(what, len(wrong), exactly(0), **some(wrong[:1]))
 
 
 def _stored_keys(keys: Tensor) -> list[tuple[str, Rows]]:
@@ -665,6 +705,8 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
         progress(0.9, "constructed calls")
         findings += constructed_selections(subject.model, subject.seed)
         findings.append(constructed_attention(subject.model, subject.seed))
+        if config.v41 is not None:
+            findings.append(constructed_candidates(subject.model, subject.seed))
         told = AMONG_CANDIDATES if config.v41 is not None else ""
         return Report(summary(every, draws), tuple(findings), tuple(parts), NOT_CLAIMED + told)
 

@@ -19,7 +19,7 @@ from fathom.kernels.lanes import PAIRS
 from fathom.kernels.ops import CPU, backend
 from fathom.probes import bits, ops
 from fathom.probes.probe import silent
-from fathom.probes.recall import constructed_attention, constructed_selections
+from fathom.probes.recall import constructed_attention, constructed_candidates, constructed_selections
 from fathom.probes.subject import Subject
 
 KERNELS = Path(inspect.getfile(attention)).parents[1]
@@ -58,6 +58,7 @@ IN_PAIRS = ("return NARROW",)  # where the processor multiplies bfloat16
 def constructed(subject):
     list(constructed_selections(subject.model, 0))
     constructed_attention(subject.model, 0)
+    constructed_candidates(subject.model, 0)
 
 
 def few(subject):
