@@ -227,9 +227,8 @@ def _pushed(plain: Run, layer: int) -> float:
 @contextmanager
 def _changed(model: Transformer, plain: Run) -> Iterator[None]:
     """Inside the ``with``, the model computes with the parameters of the stressed run."""
-    norms, heads = [block.experts_norm for block in model.blocks], []
-    if model.config.v41 is None:  # which has no head to read its streams
-        heads.append(model.hyper_head)
+    norms = [block.experts_norm for block in model.blocks]
+    heads = [] if model.config.v41 is not None else [model.hyper_head]  # V4.1 has none to read its streams
     for layer, block in enumerate(model.blocks):
         block.experts_norm = block.experts_norm * _pushed(plain, layer)
     bases = [head.base for head in heads]

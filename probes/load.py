@@ -420,7 +420,7 @@ class Load(Probe):
 
     name: ClassVar[str] = "load"
     question: ClassVar[str] = "Does the model compute with what the files hold: all of it, and nothing else?"
-    reads: ClassVar[tuple[Site, ...]] = (sites.EMBEDDED, sites.STREAMS, sites.EXPERTS_INPUT, sites.EXPERT_IDS)
+    reads: ClassVar[tuple[Site, ...]] = (sites.EXPERTS_INPUT, sites.EXPERT_IDS)
     background: ClassVar[str] = """\
 A checkpoint is a list of named tensors, and a loader that does not find a name is usually told not to mind. The model
 then runs with zeros, with noise, or with what the memory held, at full speed and often fluently: a V4 runtime lost its

@@ -551,10 +551,9 @@ def look(state: State, written: Written) -> list[Rows]:
 
 def _compressed(cache: LayerCache) -> dict[str, Any]:
     """What a cache has of its own beside its window, by component: rows, and frontiers."""
-    if isinstance(cache, SharedCache):
-        both = {"entries": cache.entries, "indexer_keys": cache.keys} if cache.own else {}
-        return both | ({"frontier": cache.key_frontier} if cache.own else {})
     found: dict[str, Any] = {}
+    if isinstance(cache, SharedCache) and cache.own:
+        found |= {"entries": cache.entries, "indexer_keys": cache.keys, "frontier": cache.key_frontier}
     if isinstance(cache, HcaCache):
         found |= {"entries": cache.entries, "frontier": cache.frontier}
     if isinstance(cache, CsaCache):

@@ -363,7 +363,7 @@ def turn_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     return hadamard if config.v41 is None else torch.clone
 
 
-def off_rotation(rows: Tensor, used: Tensor, turn: Callable[[Tensor], Tensor] = hadamard) -> float:
+def off_rotation(rows: Tensor, used: Tensor, turn: Callable[[Tensor], Tensor]) -> float:
     """Distance of `used` [..., d] from the rotation of `rows`, relative to their norm."""
     rotated = turn(rows.double())
     return float((used.double() - rotated).norm() / rotated.norm().clamp(min=TINY))

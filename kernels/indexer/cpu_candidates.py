@@ -1,8 +1,8 @@
 """V4.1's candidates in tiles: one layer opens blocks of entries for each token, among which later layers select.
 
 To open blocks, every visible entry is scored, and of a block the best score is kept. To select, a token's open blocks
-alone are read, however long the context is. A few tokens have the scores
-of `kernels.indexer.cpu_few`, which no other token of a call moves by a bit.
+alone are read, however long the context is. A few tokens have the scores of `kernels.indexer.cpu_few`, which no other
+token of a call moves by a bit.
 """
 
 from collections.abc import Iterator
