@@ -72,12 +72,10 @@ class ByPosition(NamedTuple):
     def rows(self, count: int) -> Tensor:
         """Those of `count` tokens: [count, out]."""
         period = self.table.shape[0]
-        if isinstance(self.first, Tensor):
-            places = self.first + torch.arange(count, device=self.table.device)
-            return self.table.index_select(0, places % period)
-        place = self.first % period
-        times = (place + count + period - 1) // period
-        return (self.table if times == 1 else self.table.repeat(times, 1))[place : place + count]
+        if not isinstance(self.first, Tensor) and (place := self.first % period) + count <= period:
+            return self.table[place : place + count]
+        places = self.first + torch.arange(count, device=self.table.device)
+        return self.table.index_select(0, places % period)
 
 
 class Product(NamedTuple):
