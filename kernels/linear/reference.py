@@ -72,10 +72,14 @@ class ByPosition(NamedTuple):
     def rows(self, count: int) -> Tensor:
         """Those of `count` tokens: [count, out]."""
         period = self.table.shape[0]
-        if not isinstance(self.first, Tensor) and (place := self.first % period) + count <= period:
+        if isinstance(self.first, Tensor):
+            places = self.first + torch.arange(count, device=self.table.device)
+            return self.table.index_select(0, places % period)
+        place = self.first % period
+        if place + count <= period:
             return self.table[place : place + count]
-        places = self.first + torch.arange(count, device=self.table.device)
-        return self.table.index_select(0, places % period)
+        whole, rest = divmod(place + count - period, period)
+        return torch.cat((self.table[place:], *[self.table] * whole, self.table[:rest]))
 
 
 class Product(NamedTuple):

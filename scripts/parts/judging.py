@@ -440,31 +440,45 @@ def _report(
     hidden: Sequence[Unseen],
 ) -> dict[str, object]:
     """What --json writes."""
-    first, recording = first_difference(results), checks.recording
     return {
         "recording": str(args.recording),
         "numerics": numerics.rounding.numerics,
         "rounding": asdict(numerics.rounding),
         "rounding_rests_on": numerics.rests,
         "dtype": dtype_name(checks.setting.noise.dtype),
-        "tokens": len(recording.tokens),
+        "tokens": len(checks.recording.tokens),
+        **verdict_json(results, found, checks.config),
+        "not_exercised": [one.to_json() for one in hidden],
+        **file_json(checks.recording),
+    }
+
+
+def verdict_json(results: Sequence[Judged], found: Sequence[Place], config: ModelConfig) -> dict[str, object]:
+    """The verdict on each site, the first difference, and what explains it."""
+    first = first_difference(results)
+    return {
         "verdict": verdict_of(results),
         "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
         "first": None if first is None else first.to_json(),
         "sites": [judged.to_json() for judged in results],
-        "faults": faults_json(found),
+        "faults": _faults_json(found),
         "not_tried": [
             {"layer": place.judged.layer, "site": place.judged.site, "why": place.why} for place in found if place.why
         ],
-        "warnings": rests_on(results, checks.config),
-        "not_exercised": [one.to_json() for one in hidden],
+        "warnings": rests_on(results, config),
+    }
+
+
+def file_json(recording: Recording) -> dict[str, object]:
+    """How tensors of a recording were read, and which were not."""
+    return {
         "understood": recording.told,
         "left_out": {line.theirs: line.why for line in recording.lines if not line.site},
         "names": {line.site: line.theirs for line in recording.lines if line.site and line.site != line.theirs},
     }
 
 
-def faults_json(found: Sequence[Place]) -> list[dict[str, object]]:
+def _faults_json(found: Sequence[Place]) -> list[dict[str, object]]:
     """What explains the places, or is the nearest that is known."""
     return [
         {

@@ -17,7 +17,6 @@ from fathom.probes.judge.recording import CHOICES, OF_ENTRIES
 from fathom.probes.verdict import (
     Run,
     dtype_name,
-    first_difference,
     identified,
     ids_alike,
     judge_layers,
@@ -34,7 +33,7 @@ from fathom.scripts.console import Console
 from fathom.scripts.parts.judging import (
     calls_of,
     explain_names,
-    faults_json,
+    file_json,
     many,
     not_looked_for,
     of_file,
@@ -42,6 +41,7 @@ from fathom.scripts.parts.judging import (
     saying,
     show,
     show_sites,
+    verdict_json,
 )
 from fathom.scripts.paths import told
 
@@ -182,14 +182,13 @@ def _report(
     off: tuple[float, float] | None,
 ) -> dict[str, object]:
     """What --json writes."""
-    first, parts = first_difference(results), next((one for one in unlike if len(one.other)), None)
+    parts = next((one for one in unlike if len(one.other)), None)
     return {
         "recording": str(args.recording),
         "against": str(args.against),
         "rounding": [asdict(run.setting.rounding) for run in runs],
         "dtype": [dtype_name(run.setting.noise.dtype) for run in runs],
         "tokens": [len(run.recording.tokens) for run in runs],
-        "verdict": verdict_of(results),
         "same": {
             "sites": sum(not len(one.other) for one in unlike),
             "of_sites": len(unlike),
@@ -197,9 +196,8 @@ def _report(
             "of_rows": sum(len(one.at) for one in unlike),
         },
         "parts": None if parts is None else {"layer": parts.layer, "site": parts.site, "position": int(parts.other[0])},
-        "first": None if first is None else first.to_json(),
         "off": None if off is None else dict(zip(("recording", "against"), map(str, off), strict=True)),
-        "sites": [judged.to_json() for judged in results],
         "explained_in": "recording" if _of_the_first(off) else "against",
-        "faults": faults_json(found),
+        **verdict_json(results, found, runs[0].setting.config),
+        "files": [file_json(run.recording) for run in runs],
     }

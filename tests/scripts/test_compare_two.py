@@ -80,6 +80,11 @@ def test_calls_of_other_lengths_part_in_numbers_and_agree(folder, healthy):
     one, other = load_file(healthy), load_file(cut)
     status, report = compared(healthy, cut)
     assert (status, report["verdict"], report["faults"]) == (0, "agrees", [])
+    assert report["counts"] == {"agrees": 102, "differs": 0, "not judged": 0}
+    (wide,) = report["warnings"]
+    assert wide.startswith("Bounds are as wide as")
+    assert report["not_tried"] == []
+    assert [set(file) for file in report["files"]] == [{"understood", "left_out", "names"}] * 2
     assert 0 < report["same"]["sites"] < 102
     unlike = [
         name
