@@ -98,8 +98,8 @@ class Rehearsal:
     def _answers(self) -> dict[Any, Any]:
         """What operations of torch give that ask for values: each expert that has pairs is like the first two."""
 
-        def counted(x: Tensor, weights: None = None, minlength: int = 0) -> Tensor:  # of which torch keeps the places
-            del weights
+        def counted(x: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
+            del weights  # torch passes both by place, however they were named
             return torch.tensor([*[self.values.of_one(x.numel())] * 2, *[0] * minlength][: max(1, minlength)])
 
         return {

@@ -244,7 +244,7 @@ def show(
 ) -> None:
     """The verdict, the first difference and its fault: the answer, which is read at the end."""
     verdict, first = verdict_of(results), first_difference(results)
-    counts = {status: sum(judged.status is status for judged in results) for status in Status}
+    counts = _counts(results)
     out.print(
         plain(f"{verdict.upper()}", COLOURS[Status.AGREES] if verdict == "agrees" else COLOURS[Status.DIFFERS])
         + plain(
@@ -324,6 +324,11 @@ def sites_table(results: Sequence[Judged]) -> Table:
     for layers, count, worst in _agreeing(results):
         table.add_row(layers, f"{count} {many(count)}", "", f"{worst:.2f} x", "1", plain("agrees", "green"))
     return table
+
+
+def _counts(results: Sequence[Judged]) -> dict[Status, int]:
+    """How many sites came out each way."""
+    return {status: sum(judged.status is status for judged in results) for status in Status}
 
 
 def _verb(status: Status, count: int) -> str:
@@ -458,7 +463,7 @@ def verdict_json(results: Sequence[Judged], found: Sequence[Place], config: Mode
     first = first_difference(results)
     return {
         "verdict": verdict_of(results),
-        "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
+        "counts": {status.value: count for status, count in _counts(results).items()},
         "first": None if first is None else first.to_json(),
         "sites": [judged.to_json() for judged in results],
         "faults": _faults_json(found),
